@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the plugin does anything at all: read from ``vllm_config``, the one thing that every process has.
+
+The kill switch and the demand are read once, where the config is built, and travel in ``additional_config`` under
+:data:`CONFIG_KEY`.  Environment variables are not consulted anywhere else, since a worker may lack them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+PLUGIN_NAME = "dcp_hybrid"
+CONFIG_KEY = "dcp_hybrid"
+KILL_SWITCH = "DCP_HYBRID"
+
+
+def switched_off_by_environment() -> bool:
+    """Whether the user's environment says that the plugin should do nothing (``DCP_HYBRID=0``)."""
+    return os.environ.get(KILL_SWITCH, "1").strip().lower() in {"0", "false", "off", "no"}
+
+
+def plugin_options(vllm_config: Any) -> dict[str, Any]:
+    """This plugin's entry of ``additional_config``; empty where there is none."""
+    options = vllm_config.additional_config
+    entry = options.get(CONFIG_KEY, {}) if isinstance(options, dict) else {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def is_switched_off(vllm_config: Any) -> bool:
+    """Whether the kill switch was set when this config was built."""
+    return plugin_options(vllm_config).get("enabled") is False
+
+
+def dcp_world_size(vllm_config: Any) -> int:
+    """The DCP size of this engine; sizes below 1 count as 1."""
+    return max(1, int(vllm_config.parallel_config.decode_context_parallel_size))
+
+
+def interleave_size(vllm_config: Any) -> int:
+    """Consecutive tokens that one rank keeps, whichever of vLLM's two flags gave it.
+
+    Source: ``VllmConfig.validate_block_size`` (0.25.1), where the older ``dcp_kv_cache_interleave_size`` wins.
+    """
+    parallel_config = vllm_config.parallel_config
+    older = int(getattr(parallel_config, "dcp_kv_cache_interleave_size", 1))
+    return older if older > 1 else int(parallel_config.cp_kv_cache_interleave_size)
+
+
+def is_active(vllm_config: Any) -> bool:
+    """Whether anything may differ from stock vLLM: DCP is on, the model is hybrid, and nobody switched us off."""
+    if dcp_world_size(vllm_config) == 1 or is_switched_off(vllm_config):
+        return False
+    model_config = vllm_config.model_config
+    return model_config is not None and bool(model_config.is_hybrid)

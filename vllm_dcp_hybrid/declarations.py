@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every change to vLLM, in the order in which it is applied: the table of contents of this package.
+
+The format and the rules are in :mod:`vllm_dcp_hybrid.patching`; what each release looks like is in ``patches/``.
+"""
+
+from __future__ import annotations
+
+from vllm_dcp_hybrid.patching import Patch
+
+_UPSTREAM = "0.26.0"  # vLLM pull request 40996
+_BEFORE_UPSTREAM = ">=0.25.1,<0.26"
+_ARGS = "vllm.engine.arg_utils"
+_SPECS = "vllm.v1.kv_cache_interface"
+_TABLE = "vllm.v1.worker.block_table"
+_CP_UTILS = "vllm.v1.worker.cp_utils"
+
+# Applied first and on their own, so that `--enable-plugin` can say why the rest could not be applied.
+ENTRY_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cli-enable-plugin",
+        target=f"{_ARGS}:EngineArgs.add_cli_args",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.engine.cli_flag:add_cli_args",
+        leans_on=(f"{_ARGS}:AsyncEngineArgs.add_cli_args",),
+        processes=("api_server",),
+        releases=_BEFORE_UPSTREAM,
+        why="stock vLLM has no flag that demands a plugin, and no hook by which a general plugin could add one",
+        until="vLLM lets general plugins add command line arguments",
+    ),
+    Patch(
+        name="cli-carry-demand",
+        target=f"{_ARGS}:EngineArgs.from_cli_args",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.engine.cli_flag:from_cli_args",
+        processes=("api_server",),
+        releases=_BEFORE_UPSTREAM,
+        why="arguments that are no field of EngineArgs are dropped; the demand travels in additional_config",
+        until="vLLM lets general plugins add command line arguments",
+    ),
+    Patch(
+        name="config-switches",
+        target=f"{_ARGS}:EngineArgs.create_engine_config",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.engine.config:create_engine_config",
+        processes=("api_server",),
+        releases=_BEFORE_UPSTREAM,
+        why="the switches are read, and unsupported features refused, where the configuration is built",
+        until="vLLM offers general plugins a hook on the finished configuration",
+    ),
+)
+
+FEATURE_PATCHES: tuple[Patch, ...] = (
+    # The API process
+    Patch(
+        name="config-world-size",
+        target=f"{_ARGS}:EngineArgs.create_model_config",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.engine.config:create_model_config",
+        leans_on=("vllm.config.model:ModelConfig.verify_with_parallel_config",),
+        processes=("api_server",),
+        releases=_BEFORE_UPSTREAM,
+        why="stock refuses illegal sizes with an assertion that does not name a legal one (vllm#51429)",
+        until="vLLM names the largest legal DCP size",
+    ),
+    # The engine core
+    Patch(
+        name="resolve-block-sizes",
+        target="vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.core.block_sizes:resolve_kv_cache_block_sizes",
+        also_bound=(
+            "vllm.v1.engine.core:resolve_kv_cache_block_sizes",
+            "vllm.v1.kv_offload.base:resolve_kv_cache_block_sizes",
+            "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler:resolve_kv_cache_block_sizes",
+            "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker:resolve_kv_cache_block_sizes",
+        ),
+        leans_on=(f"{_SPECS}:KVCacheGroupSpec", f"{_SPECS}:KVCacheConfig"),
+        processes=("engine_core",),
+        releases=_BEFORE_UPSTREAM,
+        why="stock refuses several groups under context parallelism; sharded groups count effective blocks",
+        until=_UPSTREAM,
+    ),
+    Patch(
+        name="kv-cache-coordinator",
+        target="vllm.v1.core.kv_cache_coordinator:get_kv_cache_coordinator",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.core.coordinator:get_kv_cache_coordinator",
+        also_bound=(
+            "vllm.v1.core.kv_cache_manager:get_kv_cache_coordinator",
+            "vllm.v1.simple_kv_offload.manager:get_kv_cache_coordinator",
+        ),
+        leans_on=(
+            "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinatorNoPrefixCache",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.__init__",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
+            "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+            "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+            "vllm.v1.core.single_type_kv_cache_manager:MambaManager",
+            "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize",
+        ),
+        processes=("engine_core",),
+        releases=_BEFORE_UPSTREAM,
+        why="stock asserts DCP 1 with prefix caching, and scales recurrent groups without it (vllm#35181)",
+        until=_UPSTREAM,
+    ),
+    Patch(
+        name="prefill-chunk-ends",
+        target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.core.prefill_split:mamba_block_aligned_split",
+        leans_on=("vllm.v1.core.sched.scheduler:Scheduler.__init__",),
+        processes=("engine_core",),
+        releases=_BEFORE_UPSTREAM,
+        why="chunks end on one rank's block, where no prefix hit can end; stock 0.26 - 0.28 lose their hits to this",
+        until="0.29.0",
+    ),
+    Patch(
+        name="cpu-cores-per-rank",
+        target="vllm.utils.ompmultiprocessing:OMPProcessManager.__init__",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.cpu_binding:omp_process_manager_init",
+        leans_on=(
+            "vllm.utils.ompmultiprocessing:OMPProcessManager._parse_omp_threads_bind_env",
+            "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
+            "vllm.utils.cpu_resource_utils:get_visible_memory_node",
+            "vllm.utils.cpu_resource_utils:LogicalCPUInfo",
+        ),
+        processes=("engine_core",),
+        releases=_BEFORE_UPSTREAM,
+        why="stock's automatic binding stops where there are fewer NUMA nodes than ranks",
+        until="vLLM divides one NUMA node's cores among ranks",
+    ),
+    # The workers
+    Patch(
+        name="worker-backends",
+        target="vllm.v1.worker.worker_base:WorkerBase.__init__",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.startup:worker_base_init",
+        leans_on=(
+            "vllm.v1.attention.backends.registry:register_backend",
+            "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+            "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata",
+            "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
+            "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
+            "vllm.v1.attention.backend:AttentionImplBase.__new__",
+            "vllm.model_executor.layers.attention.attention:unified_kv_cache_update",
+        ),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="attention backends are registered where the configuration is known, so that a dormant plugin adds none",
+        until="vLLM's CPU backend returns the LSE",
+    ),
+    Patch(
+        name="layer-checks",
+        target="vllm.model_executor.model_loader.utils:initialize_model",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.layer_checks:initialize_model",
+        also_bound=(
+            "vllm.model_executor.model_loader.base_loader:initialize_model",
+            "vllm.model_executor.model_loader.tensorizer_loader:initialize_model",
+            "vllm.model_executor.models.mllama4:initialize_model",
+        ),
+        leans_on=("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="what a layer cannot do under DCP is refused between building the model and loading its weights",
+        until="vLLM checks layers before it loads weights",
+    ),
+    Patch(
+        name="block-tables-per-group",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.may_reinitialize_input_batch",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.block_table:may_reinitialize_input_batch",
+        leans_on=("vllm.v1.worker.gpu_input_batch:InputBatch.__init__",),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="rows of recurrent groups are N times too short, and the interleave is lost (vllm#50493)",
+        until=_UPSTREAM,
+    ),
+    Patch(
+        name="block-table-geometry",
+        target=f"{_TABLE}:MultiGroupBlockTable.__init__",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.block_table:multi_group_block_table_init",
+        leans_on=(f"{_TABLE}:BlockTable.__init__",),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="each group's table follows its own geometry instead of one DCP size for all",
+        until=_UPSTREAM,
+    ),
+    Patch(
+        name="slot-mapping",
+        target=f"{_TABLE}:BlockTable.compute_slot_mapping",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.block_table:compute_slot_mapping",
+        leans_on=(f"{_TABLE}:_compute_slot_mapping_kernel",),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="the interleave runs over allocation blocks (vllm#51031), recurrent groups have no slots, and stock "
+        "refuses a sharded mapping on CPUs",
+        until="0.29.0",
+    ),
+    # Names of vLLM 0.26's contract
+    Patch(
+        name="word-max-num-blocks-per-req",
+        target=f"{_SPECS}:KVCacheSpec.max_num_blocks_per_req",
+        how="add",
+        replacement="vllm_dcp_hybrid.core.kv_cache_specs:max_num_blocks_per_req",
+        processes=("engine_core", "worker"),
+        releases=_BEFORE_UPSTREAM,
+        why="code written for 0.26 asks a spec for the width of its rows",
+        until=_UPSTREAM,
+    ),
+    Patch(
+        name="word-slot-mapping-mode",
+        target=f"{_TABLE}:SlotMappingMode",
+        how="add",
+        replacement="vllm_dcp_hybrid.worker.block_table:SlotMappingMode",
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="code written for 0.26 names a group's slot mapping",
+        until=_UPSTREAM,
+    ),
+    *(
+        Patch(
+            name=f"word-{name.replace('_', '-')}",
+            target=f"{_CP_UTILS}:{name}",
+            how="add",
+            replacement=f"vllm_dcp_hybrid.attention.upstream_contract:{name}",
+            processes=("worker",),
+            releases=_BEFORE_UPSTREAM,
+            why="a function of 0.26's contract, under its name there",
+            until=_UPSTREAM,
+        )
+        for name in (
+            "should_skip_dcp_context_attention",
+            "split_dcp_context_queries",
+            "should_split_fa2_dcp_context_attention",
+            "get_dcp_dummy_context_len",
+        )
+    ),
+)
+
+ALL_PATCHES: tuple[Patch, ...] = ENTRY_PATCHES + FEATURE_PATCHES

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration must not ask for, checked while it is built: one sentence, before the weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_dcp_hybrid import placement
+from vllm_dcp_hybrid.errors import IllegalWorldSize, UnsupportedFeature
+
+
+def check_world_size(model_config: Any, *, tp_size: int, dcp_size: int) -> None:
+    """Refuse a DCP size that this model cannot have at this tensor-parallel size.
+
+    Raises:
+        IllegalWorldSize: naming the rule that is broken and the largest legal size.
+    """
+    is_mla = bool(model_config.use_mla)
+    num_kv_heads = model_config.get_total_num_kv_heads()
+    num_query_heads = model_config.model_arch_config.total_num_attention_heads
+    largest = placement.largest_dcp_world_size(tp_size, num_kv_heads, num_query_heads, is_mla=is_mla)
+    why = _broken_rule(tp_size, dcp_size, num_kv_heads, num_query_heads, is_mla)
+    if why is None:
+        return
+    if largest > 1:
+        remedy = f"The largest legal size here is {largest}: use -dcp {largest}"
+    elif is_mla or tp_size > num_kv_heads:
+        remedy = "Use -dcp 1"
+    else:
+        remedy = f"The largest legal size here is 1: use -dcp 1, or -tp {2 * num_kv_heads} or more"
+    raise IllegalWorldSize(dcp=dcp_size, tp=tp_size, why=why, remedy=remedy)
+
+
+def _broken_rule(tp_size: int, dcp_size: int, num_kv_heads: int, num_query_heads: int, is_mla: bool) -> str | None:
+    """Why the sizes do not fit, or None where they do."""
+    if tp_size % dcp_size:
+        return f"{dcp_size} does not divide {tp_size}"
+    if is_mla:
+        return None
+    copies = tp_size // num_kv_heads
+    if dcp_size > copies:
+        return f"its {num_kv_heads} KV heads are stored {max(1, copies)} time(s) each, so that is how far tokens can be split"
+    if (num_query_heads // num_kv_heads) % dcp_size:
+        return f"the {num_query_heads // num_kv_heads} query heads that share a KV head cannot be divided by {dcp_size}"
+    return None
+
+
+def check_config(vllm_config: Any) -> None:
+    """Refuse features that do not go together with hybrid DCP.
+
+    Raises:
+        UnsupportedFeature: for the first one found.
+    """
+    for feature, is_asked_for, why, remedy in _unsupported(vllm_config):
+        if is_asked_for():
+            raise UnsupportedFeature(feature=feature, why=why, remedy=remedy)
+
+
+def _unsupported(vllm_config: Any) -> Iterator[tuple[str, Callable[[], bool], str, str]]:
+    """(feature, is it asked for, why not, remedy), in the order in which they are checked."""
+    parallel = vllm_config.parallel_config
+    yield (
+        "Prefill context parallelism",
+        lambda: parallel.prefill_context_parallel_size > 1,
+        "the recurrent layers need the whole prefix of every token",
+        "drop --prefill-context-parallel-size",
+    )
+    yield (
+        "A KV connector (--kv-transfer-config, --kv-offloading-size)",
+        lambda: vllm_config.kv_transfer_config is not None,
+        "connectors multiply every group's block size by the DCP size, those of recurrent states too",
+        "drop the connector or use -dcp 1",
+    )
+    yield (
+        "The V2 model runner",
+        lambda: bool(getattr(vllm_config, "use_v2_model_runner", False)),
+        "in this vLLM release it gives recurrent groups rows that are too short under DCP",
+        "unset VLLM_USE_V2_MODEL_RUNNER",
+    )
+    yield (
+        "Speculative decoding",
+        lambda: vllm_config.speculative_config is not None,
+        "draft tokens are not verified over sharded KV by this version yet",
+        "drop --speculative-config or use -dcp 1",
+    )
+    yield (
+        "Returning routed experts",
+        lambda: bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False)),
+        "vLLM records them by slot, and each rank has its own slots",
+        "drop --enable-return-routed-experts",
+    )
+    yield (
+        "Dual-batch overlap",
+        lambda: bool(getattr(parallel, "enable_dbo", False)),
+        "two half batches in flight would share one rank's collectives",
+        "drop --enable-dbo",
+    )
+    yield (
+        "An FP8 KV cache on a CPU",
+        lambda: _is_cpu(vllm_config) and str(vllm_config.cache_config.cache_dtype).startswith("fp8"),
+        "the CPU engine that returns the LSE stores keys and values unquantised",
+        "use --kv-cache-dtype auto",
+    )
+
+
+def _is_cpu(vllm_config: Any) -> bool:
+    return str(vllm_config.device_config.device_type) == "cpu"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wraps the construction of the configuration: reads the switches once, and refuses what is not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_dcp_hybrid import activation, plugin
+from vllm_dcp_hybrid.engine import checks
+from vllm_dcp_hybrid.engine.cli_flag import with_options
+from vllm_dcp_hybrid.errors import PluginNotApplied
+
+
+def create_model_config(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps ``EngineArgs.create_model_config``: the first moment at which both the model and the sizes are known."""
+    model_config = wrapped(*args, **kwargs)
+    if instance.decode_context_parallel_size > 1 and model_config.is_hybrid and _may_act():
+        checks.check_world_size(
+            model_config,
+            tp_size=instance.tensor_parallel_size,
+            dcp_size=instance.decode_context_parallel_size,
+        )
+    return model_config
+
+
+def create_engine_config(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps ``EngineArgs.create_engine_config``: the finished ``VllmConfig``, in the process that builds it."""
+    vllm_config = wrapped(*args, **kwargs)
+    if activation.plugin_options(vllm_config).get("required"):
+        check_in_effect()
+    if not activation.is_active(vllm_config):
+        return vllm_config
+    if activation.switched_off_by_environment():
+        vllm_config.additional_config = with_options(vllm_config.additional_config, enabled=False)
+        return vllm_config
+    if not plugin.status().is_applied:
+        return vllm_config  # stock's own refusal protects the user
+    checks.check_config(vllm_config)
+    # The older of the two flags is honoured by stock in the engine core only; workers read the newer one.
+    vllm_config.parallel_config.cp_kv_cache_interleave_size = activation.interleave_size(vllm_config)
+    from vllm_dcp_hybrid.core import report
+
+    report.log_activation("API server", vllm_config)
+    return vllm_config
+
+
+def check_in_effect() -> None:
+    """Raise unless the plugin's patches are applied in this process and nobody switched it off.
+
+    Raises:
+        PluginNotApplied: naming the reason.
+    """
+    if activation.switched_off_by_environment():
+        raise PluginNotApplied(
+            name=activation.PLUGIN_NAME,
+            reason=f"{activation.KILL_SWITCH}=0 is set in the environment",
+            remedy=f"unset {activation.KILL_SWITCH}",
+        )
+    status = plugin.status()
+    if not status.is_applied:
+        raise PluginNotApplied(
+            name=activation.PLUGIN_NAME,
+            reason=status.refusal or "register() has not run in this process",
+            remedy="run `vllm-dcp-hybrid doctor` to see which vLLM releases it knows",
+        )
+
+
+def _may_act() -> bool:
+    return plugin.status().is_applied and not activation.switched_off_by_environment()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals: one class each, whose sentence says what, why and what to do.
+
+All are raised before the weights load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DCPHybridError(RuntimeError):
+    """Base of everything that this package refuses.  The subclass holds the message template."""
+
+    template = "{reason}"
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+        super().__init__(self.template.format(**facts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process boundaries (worker to engine core); keyword arguments need help to be unpickled.
+        return _rebuild, (type(self), self.facts)
+
+
+def _rebuild(cls: type[DCPHybridError], facts: dict[str, Any]) -> DCPHybridError:
+    return cls(**facts)
+
+
+class IllegalWorldSize(DCPHybridError):
+    """The DCP size does not suit the tensor-parallel size and the head counts."""
+
+    template = (
+        "Decode Context Parallelism of size {dcp} is not possible for this model at tensor parallel size {tp}: {why}. "
+        "{remedy}."
+    )
+
+
+class UnplacedSpec(DCPHybridError):
+    """A KV cache spec that no rule and no plugin places."""
+
+    template = (
+        "Layer {layer} has a KV cache of type {spec}, and nothing says where its tokens live under Decode Context "
+        "Parallelism; install a plugin that answers the hook `dcp_placement` for it (see docs/placement.md) or run "
+        "with -dcp 1."
+    )
+
+
+class UnsupportedSpec(DCPHybridError):
+    """A kind of KV cache that is known but not supported under DCP yet."""
+
+    template = (
+        "Layer {layer} uses {kind}, which this version of vllm-dcp-hybrid does not support under Decode Context "
+        "Parallelism because {why}; run this model with -dcp 1."
+    )
+
+
+class UnsupportedAttention(DCPHybridError):
+    """A feature of an attention layer that would be computed wrongly over local positions."""
+
+    template = (
+        "Layer {layer} uses {feature}, which would be wrong under Decode Context Parallelism because {why}; run this "
+        "model with -dcp 1."
+    )
+
+
+class BackendWithoutLSE(DCPHybridError):
+    """An attention backend that does not return the softmax LSE."""
+
+    template = (
+        "Layer {layer} runs on the attention backend {backend}, which does not return the softmax LSE that Decode "
+        "Context Parallelism combines the ranks' results with; choose one that does, for example "
+        "--attention-backend {alternative}, or run with -dcp 1."
+    )
+
+
+class UnsupportedFeature(DCPHybridError):
+    """A configuration that this package does not support together with hybrid DCP."""
+
+    template = (
+        "{feature} is not supported together with Decode Context Parallelism for hybrid models because {why}; "
+        "{remedy}."
+    )
+
+
+class PluginNotApplied(DCPHybridError):
+    """``--enable-plugin dcp_hybrid`` was given, and the plugin cannot do its work."""
+
+    template = (
+        "--enable-plugin {name} was given, but the plugin is not in effect: {reason}. Remove the flag to run stock "
+        "vLLM, or {remedy}."
+    )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on the model's layers, after the model is built and before its weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_dcp_hybrid import activation
+from vllm_dcp_hybrid.core import kv_cache_specs
+from vllm_dcp_hybrid.errors import BackendWithoutLSE, UnsupportedAttention
+from vllm_dcp_hybrid.placement import Placement
+
+
+def initialize_model(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps vLLM's ``initialize_model``: the model's layers exist, with random or no weights."""
+    model = wrapped(*args, **kwargs)
+    vllm_config = args[0] if args else kwargs["vllm_config"]
+    if activation.is_active(vllm_config):
+        check_layers(vllm_config)
+    return model
+
+
+def check_layers(vllm_config: Any) -> None:
+    """Refuse layers whose KV nobody places, or whose attention would be wrong over a shard.
+
+    Raises:
+        UnplacedSpec, UnsupportedSpec, BackendWithoutLSE, UnsupportedAttention: for the first such layer.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None and kv_cache_specs.place(spec, layer=name) is Placement.SHARDED:
+            check_sharded_attention(name, layer)
+
+
+def check_sharded_attention(name: str, layer: Any) -> None:
+    """Refuse what an attention layer over sharded KV cannot do.
+
+    Raises:
+        BackendWithoutLSE, UnsupportedAttention.
+    """
+    impl = layer.impl
+    if not impl.need_to_return_lse_for_decode:
+        raise BackendWithoutLSE(layer=name, backend=layer.get_attn_backend().get_name(), alternative="FLASH_ATTN")
+    if getattr(impl, "sinks", None) is not None:
+        raise UnsupportedAttention(
+            layer=name, feature="attention sinks", why="every rank would count the sink once in its own softmax"
+        )
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise UnsupportedAttention(
+            layer=name, feature="ALiBi", why="its bias would be taken from positions within one rank's shard"
+        )

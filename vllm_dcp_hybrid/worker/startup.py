@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens once per worker, before its model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_dcp_hybrid import activation
+
+
+def worker_base_init(
+    wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Wraps ``WorkerBase.__init__``: the first call of a worker that has the config.
+
+    Attention backends go into vLLM's registry here, and only where the plugin is active, so that a dormant plugin
+    leaves the registry alone.
+    """
+    vllm_config = args[0] if args else kwargs["vllm_config"]
+    if activation.is_active(vllm_config):
+        register_attention_backends()
+    wrapped(*args, **kwargs)
+
+
+def register_attention_backends() -> None:
+    """Put our attention backends under the names by which vLLM selects them; imported when first used."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend")
