@@ -3,7 +3,13 @@
 
 from dataclasses import dataclass
 
-from vllm_dcp_hybrid.tiny_models.tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, SPECIAL_TOKENS, VOCAB_SIZE
+from vllm_dcp_hybrid.tiny_models.tokenizer import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    PAD_TOKEN_ID,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+)
 
 TINY_MODELS = {
     "qwen3-next": "Qwen3-Next: gated delta net, full attention in every 4th layer, one MoE layer",
@@ -25,7 +31,8 @@ NUM_GDN_VALUE_HEADS = 8
 GDN_HEAD_SIZE = 32
 CONV_KERNEL_SIZE = {"qwen3-next": 4, "qwen3.5": 4, "lfm2": 3}
 ROTARY_FACTOR = {"qwen3-next": 0.25, "qwen3.5": 0.25, "lfm2": 1.0, "llama": 1.0}
-VISION_SIZE = 32
+VISION_SIZE = 128
+NUM_VISION_HEADS = 8
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,10 @@ class TinyModel:
         if self.kind not in TINY_MODELS:
             raise ValueError(f"no tiny model of kind {self.kind!r}: choose one of {', '.join(TINY_MODELS)}")
         if self.num_layers < ATTENTION_INTERVAL:
-            raise ValueError(f"{self.num_layers} layers hold no full attention: give {ATTENTION_INTERVAL} or more")
+            raise ValueError(f"{self.num_layers} layers hold no full attention: {ATTENTION_INTERVAL} do")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} KV heads evenly"
-            )
+            heads = f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} KV heads"
+            raise ValueError(f"{heads}: give a multiple")
         if self.head_size < 32 or self.head_size % 32:
             raise ValueError(f"head size {self.head_size} is not a positive multiple of 32")
 
@@ -154,7 +160,7 @@ class TinyModel:
                 "depth": 1,
                 "hidden_size": VISION_SIZE,
                 "intermediate_size": VISION_SIZE,
-                "num_heads": 1,
+                "num_heads": NUM_VISION_HEADS,
                 "out_hidden_size": self.hidden_size,
                 "num_position_embeddings": 16,
                 "patch_size": 16,
@@ -172,8 +178,20 @@ class TinyModel:
         }
 
     def _lfm2_config(self) -> dict[str, object]:
+        # Rotations of nearly zero: vLLM's LFM2 hands [tokens, heads, head size] to the CPU's rotary kernel,
+        # which takes it for [tokens, size] and turns other rows than meant, depending on TP and on the batch
+        # (0.25.1 with enforce_eager; nothing else here runs into it).
+        no_rotation = {
+            "rope_type": "llama3",
+            "rope_theta": ROPE_THETA,
+            "factor": 1e9,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 1,
+        }
         return {
             **self._common_config(),
+            "rope_parameters": no_rotation,
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
             "norm_eps": 1e-5,

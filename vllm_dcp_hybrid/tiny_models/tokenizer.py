@@ -48,7 +48,11 @@ def write_tokenizer(path: Path, *, model_max_length: int) -> None:
     byte_alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_merges = VOCAB_SIZE - NUM_SPECIAL_TOKENS - len(byte_alphabet)
     space = "\u0120"  # what ByteLevel writes for a space
-    pairs = [*product(ascii_lowercase, ascii_lowercase), *product(space, ascii_lowercase), *product(digits, digits)]
+    pairs = [
+        *product(ascii_lowercase, ascii_lowercase),
+        *product(space, ascii_lowercase),
+        *product(digits, digits),
+    ]
     merges = list(islice(pairs, num_merges))
     tokens = [*SPECIAL_TOKENS, *byte_alphabet, *(first + second for first, second in merges)]
     assert len(set(tokens)) == VOCAB_SIZE
@@ -56,7 +60,8 @@ def write_tokenizer(path: Path, *, model_max_length: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    special_tokens = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.save(str(path / "tokenizer.json"))
 
     settings = {

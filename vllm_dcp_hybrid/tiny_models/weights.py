@@ -2,7 +2,7 @@
 """Random weights that make a fault visible: every part of the context moves the logits, and none blows up.
 
 Every linear layer keeps the scale of its input, so the gains below are all that sets how much each part says:
-attention is sharp enough not to average a long context away, and a recurrent state forgets over 8 to 512 tokens.
+attention is sharp enough not to average a long context away, and recurrent states forget over 8 - 512 tokens.
 """
 
 import math
@@ -31,7 +31,7 @@ MLP_GAIN = 0.5
 LOGIT_SCALE = 3.0
 """Standard deviation of the logits."""
 SPECIAL_TOKEN_SCALE = 0.25
-"""Rows of special tokens in the output matrix are this much smaller, so that greedy text does not end early."""
+"""How much smaller the output rows of special tokens are: greedy text shall not end early."""
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 512
 """Tokens after which the state of the first and of the last GDN head has fallen to about 1 / e."""
 
@@ -56,7 +56,7 @@ class _WeightFactory:
         return self.normal(num_outputs, num_inputs, scale=gain / math.sqrt(num_inputs))
 
     def branch_output(self, num_inputs: int, gain: float) -> torch.Tensor:
-        """The projection that ends an attention, recurrent or MLP branch and adds it to the residual stream."""
+        """The projection that ends an attention, recurrent or MLP branch, into the residual stream."""
         return self.linear(self.model.hidden_size, num_inputs, gain * self.embedding_scale)
 
     def norm(self, size: int, gain: float = 1.0) -> torch.Tensor:
@@ -76,7 +76,13 @@ class _WeightFactory:
         factors = torch.logspace(-2, 1, model.num_key_value_heads, base=2)
         return weight * factors.repeat_interleave(model.head_size).unsqueeze(1)
 
-    def attention(self, prefix: str, output_name: str, norm_names: tuple[str, str] | None, is_gated: bool) -> State:
+    def attention(
+        self,
+        prefix: str,
+        output_name: str,
+        norm_names: tuple[str, str] | None = None,
+        is_gated: bool = False,
+    ) -> State:
         model = self.model
         query_size = model.num_attention_heads * model.head_size
         query_gain = 1.0 if norm_names else ATTENTION_SHARPNESS
@@ -186,7 +192,7 @@ class _WeightFactory:
             if layer_type == "conv":
                 state |= self.short_conv(f"{prefix}conv.")
             else:
-                state |= self.attention(f"{prefix}self_attn.", "out_proj", ("q_layernorm", "k_layernorm"), False)
+                state |= self.attention(f"{prefix}self_attn.", "out_proj", ("q_layernorm", "k_layernorm"))
         return state
 
     def decoder(self, root: str) -> State:
