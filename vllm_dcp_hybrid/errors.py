@@ -78,8 +78,7 @@ class UnsupportedFeature(DCPHybridError):
     """A configuration that this package does not support together with hybrid DCP."""
 
     template = (
-        "{feature} is not supported together with Decode Context Parallelism for hybrid models because {why}; "
-        "{remedy}."
+        "{feature} is not supported together with Decode Context Parallelism for hybrid models because {why}; {remedy}."
     )
 
 

@@ -32,7 +32,7 @@ __all__ = ["Placement", "hookimpl", "plugin_manager"]
 
 
 @hookspec(firstresult=True)
-def dcp_placement(spec: Any) -> Placement | None:  # type: ignore[empty-body]  # a hook specification has no body
+def dcp_placement(spec: Any) -> Placement | None:
     """Say where the tokens of ``spec`` (a vLLM ``KVCacheSpec``) live under DCP.
 
     The first answer that is not None wins; plugins are asked before the built-in rules.  A spec that nobody places is

@@ -78,9 +78,7 @@ def apply_patches() -> PluginStatus:
 def _apply(patches: tuple[patching.Patch, ...], version: str) -> tuple[patching.Applied | None, str | None]:
     try:
         release_file = patching.load_release(version)
-        applied = patching.apply(
-            patches, package="vllm", version=version, owner=OWNER, release_file=release_file
-        )
+        applied = patching.apply(patches, package="vllm", version=version, owner=OWNER, release_file=release_file)
     except patching.PatchError as error:
         return None, str(error)
     return applied, None

@@ -28,6 +28,12 @@ from vllm_dcp_hybrid.attention.combine import combine_torch
 from vllm_dcp_hybrid.attention.plan import AttentionPlan, Row, make_plan
 from vllm_dcp_hybrid.core import kv_cache_specs
 
+# Fields that the step's common metadata and stock's CPU metadata have under the same name.
+_SHARED_FIELDS = (
+    *("num_actual_tokens", "max_query_len", "max_seq_len"),
+    *("query_start_loc", "seq_lens", "slot_mapping"),
+)
+
 
 @dataclass
 class DCPCPUAttentionMetadata(CPUAttentionMetadata):
@@ -79,13 +85,8 @@ class DCPCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         tokens = [token for row in plan.exchange_rows for token in range(row.start, row.end)]
         return DCPCPUAttentionMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
+            **{name: getattr(common, name) for name in _SHARED_FIELDS},
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             plan=plan,
             exchange_tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -142,9 +143,10 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
             output: ``[num_tokens, num_heads, head_size]``, written in place.
         """
         if not isinstance(attn_metadata, DCPCPUAttentionMetadata):
-            return super().forward(
+            result: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
+            return result
         plan = attn_metadata.plan
         assert plan is not None
         for row in plan.prefill_rows:
@@ -190,9 +192,7 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
             result = combined[tokens]
             if row.query_len > 1:
                 new, new_lse = self._causal(row, query, key, value)
-                result, _ = combine_torch(
-                    torch.stack((result, new)), torch.stack((combined_lse[tokens], new_lse))
-                )
+                result, _ = combine_torch(torch.stack((result, new)), torch.stack((combined_lse[tokens], new_lse)))
             output[row.start : row.end] = result
 
     def _causal(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def make_plan(
     decode_rows: list[Row] = []
     context_rows: list[Row] = []
     prefill_rows: list[Row] = []
-    for req, (start, end) in enumerate(zip(query_start_loc, query_start_loc[1:], strict=False)):
+    for req, (start, end) in enumerate(pairwise(query_start_loc)):
         if end <= start:
             continue
         seq_len = seq_lens[req]

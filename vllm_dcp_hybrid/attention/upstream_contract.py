@@ -7,6 +7,8 @@ so that code and tests written for 0.26 run against the plugin.  The FlashAttent
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -44,12 +46,10 @@ def split_dcp_context_queries(
     if seq_lens_cpu_upper_bound is None:
         return 0, num_reqs, 0, num_actual_tokens
     starts = query_start_loc.tolist()
-    query_lens = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    query_lens = [after - before for before, after in pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), num_reqs)
     seq_lens = seq_lens_cpu_upper_bound[:num_reqs].tolist()
-    with_context = (
-        row for row in range(num_decodes, num_reqs) if query_lens[row] and seq_lens[row] <= query_lens[row]
-    )
+    with_context = (row for row in range(num_decodes, num_reqs) if query_lens[row] and seq_lens[row] <= query_lens[row])
     end_of_extends = next(with_context, num_reqs)
     num_decode_tokens = starts[num_decodes]
     return num_decodes, end_of_extends - num_decodes, num_decode_tokens, starts[end_of_extends] - num_decode_tokens

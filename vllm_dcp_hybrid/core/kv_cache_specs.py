@@ -70,9 +70,13 @@ def _refuse_windows_in_disguise(spec: specs.KVCacheSpec, layer: str) -> None:
     """With the hybrid manager switched off, vLLM stores windowed layers in full-attention specs."""
     for inner in getattr(spec, "kv_cache_specs", {"": spec}).values():
         if getattr(inner, "sliding_window", None) is not None:
-            raise UnsupportedSpec(layer=layer, kind="sliding-window attention", why="a window over local positions is wrong")
+            raise UnsupportedSpec(
+                layer=layer, kind="sliding-window attention", why="a window over local positions is wrong"
+            )
         if getattr(inner, "attention_chunk_size", None) is not None:
-            raise UnsupportedSpec(layer=layer, kind="chunked local attention", why="chunks of local positions are wrong")
+            raise UnsupportedSpec(
+                layer=layer, kind="chunked local attention", why="chunks of local positions are wrong"
+            )
 
 
 def _representative(spec: specs.KVCacheSpec) -> Any:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One class per reason not to patch. Each message says what is wrong, why it matters and what to do."""
 
-# ruff: noqa: N818 - a refusal is named after what is wrong
-
 from __future__ import annotations
 
 from collections.abc import Sequence

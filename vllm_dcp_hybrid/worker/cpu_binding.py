@@ -19,7 +19,7 @@ _VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 def omp_process_manager_init(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Wraps ``OMPProcessManager.__init__``: stock parses an explicit list in place of ``auto`` where that would fail."""
+    """Wraps ``OMPProcessManager.__init__``: stock is given a list of cores where its own ``auto`` would fail."""
     vllm_config = args[0] if args else kwargs["config"]
     binding = binding_for(vllm_config)
     if binding is None:
