@@ -38,9 +38,9 @@ def _broken_rule(tp_size: int, dcp_size: int, num_kv_heads: int, num_query_heads
         return f"{dcp_size} does not divide {tp_size}"
     if is_mla:
         return None
-    copies = tp_size // num_kv_heads
+    copies = max(1, tp_size // num_kv_heads)
     if dcp_size > copies:
-        return f"its {num_kv_heads} KV heads are stored {max(1, copies)} time(s) each, so that is how far tokens can be split"
+        return f"each of its {num_kv_heads} KV heads is stored on {copies} rank(s), which is how far tokens can be split"
     if (num_query_heads // num_kv_heads) % dcp_size:
         return f"the {num_query_heads // num_kv_heads} query heads that share a KV head cannot be divided by {dcp_size}"
     return None
