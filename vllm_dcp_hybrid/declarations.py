@@ -202,6 +202,20 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         "refuses a sharded mapping on CPUs",
         until="0.29.0",
     ),
+    Patch(
+        name="fresh-recurrent-state",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.fresh_state:update_states",
+        leans_on=(
+            "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build",
+            "vllm.v1.attention.backends.utils:split_decodes_and_prefills",
+        ),
+        processes=("worker",),
+        releases=_BEFORE_UPSTREAM,
+        why="a prompt of one token starts from the state that the previous owner of its block left",
+        until="GDN's metadata tells a prompt of one token from a decode row",
+    ),
     # Names of vLLM 0.26's contract
     Patch(
         name="word-max-num-blocks-per-req",

@@ -56,13 +56,13 @@ def status() -> PluginStatus:
 
 
 def apply_patches() -> PluginStatus:
-    """Apply all patches for the installed release; idempotent.
+    """Apply all patches for the installed release; only the first call of a process does or says anything.
 
     Never raises for a vLLM that is unknown, modified or patched by somebody else: stock's own refusal of hybrid models
     under DCP then stands, one warning says why, and ``--enable-plugin`` turns it into an error.
     """
     global _status
-    if _status.is_applied:
+    if _status.vllm_version:
         return _status
     import vllm
 

@@ -52,7 +52,9 @@ def split_dcp_context_queries(
     with_context = (row for row in range(num_decodes, num_reqs) if query_lens[row] and seq_lens[row] <= query_lens[row])
     end_of_extends = next(with_context, num_reqs)
     num_decode_tokens = starts[num_decodes]
-    return num_decodes, end_of_extends - num_decodes, num_decode_tokens, starts[end_of_extends] - num_decode_tokens
+    # Without a pure prefill behind them, extends reach to the end of the batch, padding included.
+    end_token = num_actual_tokens if num_decodes < end_of_extends == num_reqs else starts[end_of_extends]
+    return num_decodes, end_of_extends - num_decodes, num_decode_tokens, end_token - num_decode_tokens
 
 
 def should_split_fa2_dcp_context_attention(

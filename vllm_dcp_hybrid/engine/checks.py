@@ -40,7 +40,7 @@ def _broken_rule(tp_size: int, dcp_size: int, num_kv_heads: int, num_query_heads
         return None
     copies = max(1, tp_size // num_kv_heads)
     if dcp_size > copies:
-        return f"each of its {num_kv_heads} KV heads is stored on {copies} rank(s), which is how far tokens can be split"
+        return f"each of its {num_kv_heads} KV heads is stored on {copies} rank(s), and tokens can be split no further"
     if (num_query_heads // num_kv_heads) % dcp_size:
         return f"the {num_query_heads // num_kv_heads} query heads that share a KV head cannot be divided by {dcp_size}"
     return None

@@ -10,6 +10,7 @@ import math
 import torch
 
 from vllm_dcp_hybrid.tiny_models.architectures import (
+    ATTENTION_INTERVAL,
     CONV_KERNEL_SIZE,
     EXPERT_SIZE,
     GATED_DELTA_NET_KINDS,
@@ -46,6 +47,8 @@ class _WeightFactory:
         self.generator = torch.Generator().manual_seed(model.seed)
         # Qwen3-Next and its heirs store a norm's weight minus one.
         self.norm_offset = 1.0 if model.kind in GATED_DELTA_NET_KINDS else 0.0
+        # Llama attends in every layer: in all as much as a hybrid in one of four, or it repeats itself.
+        self.attention_gain = ATTENTION_GAIN / (ATTENTION_INTERVAL if model.kind == "llama" else 1)
         # LFM2's embeddings are also its output matrix, hence small: what layers add must be in proportion.
         self.embedding_scale = LOGIT_SCALE / math.sqrt(model.hidden_size) if model.kind == "lfm2" else 1.0
 
@@ -90,7 +93,7 @@ class _WeightFactory:
             f"{prefix}q_proj.weight": self.linear((1 + is_gated) * query_size, model.hidden_size, query_gain),
             f"{prefix}k_proj.weight": self.key_value(),
             f"{prefix}v_proj.weight": self.key_value(),
-            f"{prefix}{output_name}.weight": self.branch_output(query_size, ATTENTION_GAIN),
+            f"{prefix}{output_name}.weight": self.branch_output(query_size, self.attention_gain),
         }
         if norm_names:
             state[f"{prefix}{norm_names[0]}.weight"] = self.norm(model.head_size, ATTENTION_SHARPNESS)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the scheduler side ask for vLLM's objects through `scenes`."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def scenes() -> Iterator[Any]:
+    """The module `hybrid_scenes`, with the plugin applied to this process's vLLM."""
+    with warnings.catch_warnings():
+        # Torch and vLLM deprecate parts of each other while they are imported.
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("hybrid_scenes")
+        status = module.plugin.apply_patches()
+    assert status.is_applied, status.refusal
+    yield module
