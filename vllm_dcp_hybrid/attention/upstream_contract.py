@@ -49,8 +49,9 @@ def split_dcp_context_queries(
     query_lens = [after - before for before, after in pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), num_reqs)
     seq_lens = seq_lens_cpu_upper_bound[:num_reqs].tolist()
-    with_context = (row for row in range(num_decodes, num_reqs) if query_lens[row] and seq_lens[row] <= query_lens[row])
-    end_of_extends = next(with_context, num_reqs)
+    # A row of one token is never one, out of order as well.
+    pure_prefills = (row for row in range(num_decodes, num_reqs) if seq_lens[row] <= query_lens[row] > 1)
+    end_of_extends = next(pure_prefills, num_reqs)
     num_decode_tokens = starts[num_decodes]
     # Without a pure prefill behind them, extends reach to the end of the batch, padding included.
     end_token = num_actual_tokens if num_decodes < end_of_extends == num_reqs else starts[end_of_extends]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines for tests: started once per specification and session, and compared by log-probability."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_dcp_hybrid import tiny_models
+
+START_AND_RUN_LIMIT_S = 420
+DRIVER = Path(__file__).with_name("driver.py")
+
+# One either side of the interleave, of a CPU block (128) and of an effective block (256), chunk ends, and long ones.
+LENGTHS = (1, 2, 3, 5, 16, 17, 127, 129, 255, 256, 257, 700, 1403, 1500)
+REPEATED = (1377, 3000)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """A prompt of random ordinary tokens."""
+    source = random.Random(1000 * seed + length)
+    return [source.randrange(10, 250) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What distinguishes one engine of the suite from another."""
+
+    kind: str
+    tp: int
+    dcp: int = 1
+    kv_heads: int = 1
+    interleave: int = 1
+    comm: str = "ag_rs"
+    prefix_caching: bool = False
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    dtype: str | None = None
+    skew_kv_heads: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    extra: tuple[tuple[str, Any], ...] = field(default=())
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``vllm.LLM``."""
+        arguments: dict[str, Any] = {
+            **tiny_models.engine_arguments(self.kind),
+            "tensor_parallel_size": self.tp,
+            "decode_context_parallel_size": self.dcp,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_seqs": 8,
+            "enable_prefix_caching": self.prefix_caching,
+        }
+        if self.dcp > 1:
+            arguments["cp_kv_cache_interleave_size"] = self.interleave
+            arguments["dcp_comm_backend"] = self.comm
+        for name in ("max_num_batched_tokens", "block_size", "dtype"):
+            if getattr(self, name) is not None:
+                arguments[name] = getattr(self, name)
+        return {**arguments, **dict(self.extra)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine answered, and its log."""
+
+    phases: list[list[dict[str, Any]]]
+    log: str
+
+    @property
+    def scored(self) -> list[dict[str, Any]]:
+        """The requests whose prompts were scored."""
+        return self.phases[0]
+
+    @property
+    def decoded(self) -> list[dict[str, Any]]:
+        """The batch of long generations."""
+        return self.phases[1]
+
+
+def phases(engine: Engine) -> list[dict[str, Any]]:
+    """The work of every engine: scored prompts, long generations and, with prefix caching, repeats."""
+    work: list[dict[str, Any]] = [
+        {"prompts": [tokens(length) for length in LENGTHS], "max_tokens": 8, "score_prompt": True},
+        {"prompts": [tokens(length, seed=1) for length in (3, 90, 300, 1100)], "max_tokens": 64},
+        # A prompt of one token, after the pool's blocks have had other owners.
+        {"prompts": [tokens(1)], "max_tokens": 8},
+    ]
+    repeats = [tokens(length, seed=2) for length in REPEATED]
+    shared = tokens(550, seed=3)
+    prefixed = [[*shared, *tokens(tail, seed=4)] for tail in (1, 7, 130)]
+    # Without prefix caching these are the oracle of the warm answers.
+    work += [{"prompts": repeats, "max_tokens": 8}] * 2
+    work += [{"prompts": [[*shared, 11]], "max_tokens": 4}, {"prompts": prefixed, "max_tokens": 8}]
+    return work
+
+
+class Engines:
+    """Starts engines on demand, one at a time, and remembers their answers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._runs: dict[Engine, Run] = {}
+
+    def model(self, engine: Engine) -> Path:
+        """The engine's tiny checkpoint, made where it does not exist."""
+        name = f"{engine.kind}-{engine.kv_heads}kv{'-skewed' if engine.skew_kv_heads else ''}"
+        return tiny_models.make_tiny_model(
+            engine.kind,
+            self.directory / name,
+            num_key_value_heads=engine.kv_heads,
+            skew_kv_heads=engine.skew_kv_heads,
+        )
+
+    def run(self, engine: Engine, work: Sequence[dict[str, Any]] | None = None) -> Run:
+        """The answers of ``engine``.
+
+        Raises:
+            AssertionError: with the end of the log, if the engine failed or took too long.
+        """
+        if engine not in self._runs:
+            self._runs[engine] = self._start(engine, list(work or phases(engine)))
+        return self._runs[engine]
+
+    def _start(self, engine: Engine, work: list[dict[str, Any]]) -> Run:
+        stem = self.directory / f"run{len(self._runs)}"
+        environment = tiny_models.cpu_environment(engine.tp)
+        if engine.dcp > 1:
+            # The plugin binds the ranks; only stock needs to be told how.
+            del environment["VLLM_CPU_OMP_THREADS_BIND"]
+        spec = {
+            "model": str(self.model(engine)),
+            "environment": {**environment, **dict(engine.environment)},
+            "engine": engine.arguments(),
+            "phases": work,
+        }
+        stem.with_suffix(".spec.json").write_text(json.dumps(spec))
+        command = [sys.executable, str(DRIVER), f"{stem}.spec.json", f"{stem}.out.json"]
+        code, log = run_limited(command, stem.with_suffix(".log"), START_AND_RUN_LIMIT_S)
+        assert code == 0, f"{engine} ended with {code}:\n{log[-6000:]}"
+        return Run(json.loads(stem.with_suffix(".out.json").read_text())["phases"], log)
+
+
+def run_limited(
+    command: Sequence[str], log_path: Path, limit_s: float, environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command and everything that it starts, no longer than ``limit_s`` seconds: (exit status, output)."""
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log_path.read_text(errors="replace")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences in log-probability between two engines' answers to the same requests."""
+
+    mean: float
+    largest: float
+    num_positions: int
+
+
+def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Difference:
+    """Compare prompts position by position, and generations up to and including the first greedy difference."""
+    gaps: list[float] = []
+    for a, b in zip(one, other, strict=True):
+        gaps += [abs(x - y) for x, y in zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True)]
+        pairs = zip(a["tokens"], b["tokens"], strict=True)
+        common = next((number for number, (x, y) in enumerate(pairs, start=1) if x != y), len(a["tokens"]))
+        gaps += [abs(x - y) for x, y in zip(a["logprobs"][:common], b["logprobs"][:common], strict=True)]
+    assert gaps
+    assert all(gap == gap for gap in gaps), "NaN among the log-probabilities"
+    return Difference(sum(gaps) / len(gaps), max(gaps), len(gaps))
