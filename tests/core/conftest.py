@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def scenes() -> Iterator[Any]:
+def scenes() -> Any:
     """The module `hybrid_scenes`, with the plugin applied to this process's vLLM."""
     with warnings.catch_warnings():
         # Torch and vLLM deprecate parts of each other while they are imported.
@@ -20,4 +19,4 @@ def scenes() -> Iterator[Any]:
         module = importlib.import_module("hybrid_scenes")
         status = module.plugin.apply_patches()
     assert status.is_applied, status.refusal
-    yield module
+    return module

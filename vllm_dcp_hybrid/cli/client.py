@@ -74,7 +74,9 @@ class Client:
         try:
             with self._open(method, path, body, timeout=self._timeout) as response:
                 if response.status != http.client.OK:
-                    raise RequestFailed(f"{path}: status {response.status}: {response.read(2000).decode(errors='replace')}")
+                    raise RequestFailed(
+                        f"{path}: status {response.status}: {response.read(2000).decode(errors='replace')}"
+                    )
                 yield response
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(f"{path}: {type(error).__name__}: {error}") from error
@@ -97,9 +99,3 @@ def metric_total(metrics: str, name: str) -> float:
     """The sum of a metric over its label sets; 0 where it is missing."""
     pattern = re.compile(rf"^{re.escape(name)}(?:_total)?(?:{{.*}})? (\S+)$", re.MULTILINE)
     return sum(float(value) for value in pattern.findall(metrics))
-
-
-def metric_label(metrics: str, name: str, label: str) -> str | None:
-    """A label of the first sample of a metric; None where either is missing."""
-    match = re.search(rf'^{re.escape(name)}{{(?:.*,)?{re.escape(label)}="([^"]*)"', metrics, re.MULTILINE)
-    return match[1] if match else None

@@ -91,7 +91,9 @@ def parse_choice(choice: dict[str, Any], prompt: Sequence[int]) -> Generation:
     return Generation(
         num_prompt_tokens=len(prompt),
         # The first token has no prefix, hence no probability.
-        prompt=tuple(_number(entry[str(token)]["logprob"]) for token, entry in zip(prompt, asked, strict=False) if entry),
+        prompt=tuple(
+            _number(entry[str(token)]["logprob"]) for token, entry in zip(prompt, asked, strict=False) if entry
+        ),
         token_ids=tuple(choice["token_ids"]),
         top=tuple(
             {int(name.removeprefix("token_id:")): _number(value) for name, value in entry.items()}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shlex
 import signal
 import tempfile
@@ -15,16 +14,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.markup import escape
 
 from vllm_dcp_hybrid import activation, tiny_models
-from vllm_dcp_hybrid.cli import compare
-from vllm_dcp_hybrid.cli.client import Client, RequestFailed, metric_label, metric_total
-from vllm_dcp_hybrid.cli.compare import BOUNDS, Agreement, Generation
+from vllm_dcp_hybrid.cli import questions
+from vllm_dcp_hybrid.cli.client import Client, RequestFailed, metric_total
+from vllm_dcp_hybrid.cli.compare import BOUNDS
+from vllm_dcp_hybrid.cli.demo_report import ServerRun, bytes_per_token_in, kv_tokens_in, print_report
 from vllm_dcp_hybrid.cli.diagnosis import Diagnosis, diagnose
 from vllm_dcp_hybrid.cli.installed import INSTALL_HINT, InstalledVLLM
 from vllm_dcp_hybrid.cli.model_shape import read_model_shape
@@ -33,14 +31,10 @@ from vllm_dcp_hybrid.cli.server import Server, ServerFailed, free_port
 AGREE, DISAGREE, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
 START_LIMIT_SECONDS = 300.0
-NUM_QUERY_HEADS = 8
 MAX_MODEL_LEN = 4096
-# One rank with nothing, one token either side of a block, and several blocks on each rank.
-PROMPT_LENGTHS = (2, 17, 129, 300, 700, 1403)
-NUM_GENERATED = 32
-_TOP = 5
-_STREAMED_PROMPT = "Once upon a time, tokens lived on two ranks:"
-_NUM_STREAMED = 48
+NUM_QUERY_HEADS = 8
+_MAX_TP_SIZE = 4  # the tiny gated delta nets have 4 key heads
+_PREFIX_HITS = "vllm:prefix_cache_hits"
 
 
 @dataclass(frozen=True)
@@ -54,47 +48,33 @@ class DemoOptions:
         interleave: consecutive tokens of one rank.
         comm_backend: how the ranks exchange results.
         prefix_caching: whether the servers cache prefixes and every prompt is sent twice.
-        dtype: of the weights; None for what each kind can do best.
+        dtype: of the weights; None for what suits each kind.
         keep: directory for models, logs and results; None for one that is deleted.
         port: of the servers, None for any free one.
     """
 
     kinds: tuple[str, ...]
-    tp_size: int
-    dcp_size: int
-    interleave: int
-    comm_backend: str
-    prefix_caching: bool
-    dtype: str | None
-    keep: Path | None
-    port: int | None
+    tp_size: int = 2
+    dcp_size: int = 2
+    interleave: int = 1
+    comm_backend: str = "ag_rs"
+    prefix_caching: bool = True
+    dtype: str | None = None
+    keep: Path | None = None
+    port: int | None = None
 
+    @property
+    def num_kv_heads(self) -> int:
+        """As few as make the DCP size legal."""
+        return max(1, self.tp_size // self.dcp_size)
 
-@dataclass(frozen=True)
-class ServerRun:
-    """What one server did.
-
-    Attributes:
-        dcp_size: its DCP size.
-        seconds_to_start: until it answered.
-        first: the answers to the prompts.
-        again: the answers to the same prompts once more, None without prefix caching.
-        prefix_hits: tokens of the second time that were in the cache.
-        kv_tokens: tokens that vLLM says fit into its KV cache, None where it does not say.
-        bytes_per_token: of sharded KV, per rank.
-    """
-
-    dcp_size: int
-    seconds_to_start: float
-    first: tuple[Generation, ...]
-    again: tuple[Generation, ...] | None
-    prefix_hits: int
-    kv_tokens: int | None
-    bytes_per_token: float | None
+    def dtype_of(self, kind: str, *, is_cpu: bool) -> str:
+        """Of the weights: the more exact one where the kernels have it."""
+        return self.dtype or ("float32" if is_cpu and kind == "lfm2" else "bfloat16")
 
 
 class CannotRun(RuntimeError):
-    """Why there is nothing to show on this machine, in one sentence."""
+    """Why there is nothing to show here, and what to do."""
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
@@ -105,18 +85,16 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     """
     try:
         with _signals_as_interrupts(), _working_directory(options.keep) as directory:
-            vllm = check_prerequisites(options, diagnose())
-            _say(console, _headline(options, vllm), "bold")
-            verdicts = [_show_kind(kind, options, vllm, directory, console) for kind in options.kinds]
-            if options.keep:
-                _say(console, f"\nModels, logs and results are in {directory}.")
-    except (CannotRun, ServerFailed, RequestFailed, OSError) as error:
+            diagnosis = diagnose()
+            vllm = check_prerequisites(options, diagnosis)
+            demo = Demo(options, vllm, diagnosis.machine.num_numa_nodes, directory, console)
+            return AGREE if demo.run() else DISAGREE
+    except (CannotRun, ServerFailed, OSError) as error:
         _say(console, f"\ndemo: {error}", "red")
         return COULD_NOT_RUN
     except KeyboardInterrupt:
-        _say(console, "\ndemo: interrupted; the server is stopped.", "red")
+        _say(console, "\ndemo: interrupted, and the server is stopped.", "red")
         return INTERRUPTED
-    return AGREE if all(verdicts) else DISAGREE
 
 
 def check_prerequisites(options: DemoOptions, diagnosis: Diagnosis) -> InstalledVLLM:
@@ -126,49 +104,174 @@ def check_prerequisites(options: DemoOptions, diagnosis: Diagnosis) -> Installed
         CannotRun: vLLM, the plugin, the sizes or the machine stand in the way.
     """
     vllm, machine = diagnosis.vllm, diagnosis.machine
+    tp_size, dcp_size = options.tp_size, options.dcp_size
     if vllm is None:
         raise CannotRun(f"no vLLM is installed. {INSTALL_HINT}")
     if diagnosis.reasons:
-        raise CannotRun("the plugin would not be in effect here. " + " ".join(diagnosis.reasons))
-    if not vllm.is_cpu_build and len(machine.gpus) < options.tp_size:
+        raise CannotRun(f"the plugin would not be in effect here. {' '.join(diagnosis.reasons)}")
+    if dcp_size < 2:
+        raise CannotRun("at DCP 1 there is nothing to show: give -dcp 2 or more.")
+    if tp_size % dcp_size:
+        raise CannotRun(f"DCP {dcp_size} is not possible at TP {tp_size}: it must divide it.")
+    if tp_size > _MAX_TP_SIZE or NUM_QUERY_HEADS % tp_size:
+        raise CannotRun(f"TP {tp_size} is not possible for the tiny models: give -tp 2 or -tp 4.")
+    if not vllm.is_cpu_build and len(machine.gpus) < tp_size:
         raise CannotRun(
-            f"this vLLM is a GPU build, and TP {options.tp_size} needs {options.tp_size} GPUs where {len(machine.gpus)} "
-            "are visible. For a demo on the CPU, install the CPU build in another environment: "
+            f"this vLLM is a GPU build, and TP {tp_size} needs {tp_size} GPUs, of which {len(machine.gpus)} are "
+            "visible. To see it on a CPU, install the CPU build in another environment: "
             "`uv pip install 'vllm-dcp-hybrid[cpu]'`."
         )
-    if options.tp_size % options.dcp_size:
-        raise CannotRun(f"DCP {options.dcp_size} is not possible: it must divide TP {options.tp_size}.")
-    if options.dcp_size < 2:
-        raise CannotRun("there is nothing to compare at DCP 1: give -dcp 2 or more.")
-    if NUM_QUERY_HEADS % options.tp_size:
-        raise CannotRun(f"TP {options.tp_size} does not divide the tiny models' {NUM_QUERY_HEADS} query heads.")
-    problem = machine.shared_memory_problem(options.tp_size)
+    problem = machine.shared_memory_problem(tp_size)
     if problem:
         raise CannotRun(problem)
     return vllm
 
 
+class Demo:
+    """The show, one model after the other.
+
+    Args:
+        options: what the user asked for.
+        vllm: the vLLM to serve with.
+        num_numa_nodes: of this machine.
+        directory: for models, logs and results.
+        console: to print to.
+    """
+
+    def __init__(
+        self, options: DemoOptions, vllm: InstalledVLLM, num_numa_nodes: int, directory: Path, console: Console
+    ) -> None:
+        self.options = options
+        self.vllm = vllm
+        self.num_numa_nodes = num_numa_nodes
+        self.directory = directory
+        self.console = console
+
+    def run(self) -> bool:
+        """Whether all models agree."""
+        options = self.options
+        build = "CPU" if self.vllm.is_cpu_build else "GPU"
+        caching = "on" if options.prefix_caching else "off"
+        _say(
+            self.console,
+            f"vLLM {self.vllm.version} ({build}), TP {options.tp_size}, DCP {options.dcp_size}, "
+            f"interleave {options.interleave}, {options.comm_backend}, prefix caching {caching}",
+        )
+        verdicts = [self.show(kind) for kind in options.kinds]
+        if options.keep:
+            _say(self.console, f"\nModels, logs and results are in {self.directory}.")
+        return all(verdicts)
+
+    def show(self, kind: str) -> bool:
+        """Run one model with DCP and without; whether the two agree."""
+        options = self.options
+        dtype = options.dtype_of(kind, is_cpu=self.vllm.is_cpu_build)
+        _say(self.console, f"\n{tiny_models.TINY_MODELS[kind]}", "bold")
+        with self.console.status("making a checkpoint"):
+            model = tiny_models.make_tiny_model(
+                kind,
+                self.directory / f"{kind}-{dtype}-kv{options.num_kv_heads}",
+                num_attention_heads=NUM_QUERY_HEADS,
+                num_key_value_heads=options.num_kv_heads,
+                dtype=dtype,
+            )
+        _say(
+            self.console,
+            f"random weights, {dtype}, {NUM_QUERY_HEADS} query heads, {options.num_kv_heads} KV head(s)",
+        )
+        runs = self.serve(kind, model, dtype, options.dcp_size), self.serve(kind, model, dtype, 1)
+        is_good = print_report(runs, BOUNDS["float32" if dtype == "float32" else "bfloat16"], self.console)
+        if options.keep:
+            results = {"kind": kind, "dtype": dtype, "agree": is_good, "runs": [asdict(run) for run in runs]}
+            (self.directory / f"{model.name}.results.json").write_text(json.dumps(results, indent=1) + "\n")
+        return is_good
+
+    def serve(self, kind: str, model: Path, dtype: str, dcp_size: int) -> ServerRun:
+        """Start a server, ask it everything, stop it.
+
+        Raises:
+            ServerFailed: it did not start, or did not answer.
+        """
+        command = [*self.vllm.serve_command(str(model)), *server_arguments(kind, dtype, dcp_size, self.options)]
+        environment = server_environment(
+            os.environ,
+            is_cpu=self.vllm.is_cpu_build,
+            tp_size=self.options.tp_size,
+            dcp_size=dcp_size,
+            num_numa_nodes=self.num_numa_nodes,
+        )
+        log = model.with_name(f"{model.name}.dcp{dcp_size}.log")
+        _say(self.console, f"\n$ {shlex.join(['python', *command[1:]])}", "cyan")
+        with Server(command, port=self.options.port or free_port(), log=log, environment=environment) as server:
+            with self.console.status("starting the server") as status:
+
+                def show(seconds: float, line: str) -> None:
+                    status.update(f"[dim]{seconds:3.0f} s  {escape(line[: max(20, self.console.width - 12)])}")
+
+                seconds = server.wait_until_ready(START_LIMIT_SECONDS, show)
+            _say(self.console, f"ready after {seconds:.0f} s")
+            try:
+                if dcp_size > 1:
+                    self.show_stream(server.client, str(model))
+                return self.ask(server.client, model, dcp_size, seconds, log)
+            except RequestFailed as error:
+                raise ServerFailed(f"a request failed: {error}\n{server.diagnosis()}") from error
+
+    def show_stream(self, client: Client, model: str) -> None:
+        """Print one completion while it arrives."""
+        _say(self.console, "one completion, streamed (random weights write random letters):")
+        self.console.print(questions.STREAMED_PROMPT, end=" ", style="dim", highlight=False)
+        for piece in questions.stream(client, model):
+            self.console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        self.console.print()
+
+    def ask(self, client: Client, model: Path, dcp_size: int, seconds_to_start: float, log: Path) -> ServerRun:
+        """Send the batch, with prefix caching a second time."""
+        prompts = questions.random_prompts()
+        started = time.monotonic()
+        again, hits = None, 0.0
+        with self.console.status(f"asking {len(prompts)} prompts in one batch"):
+            first = questions.complete(client, str(model), prompts, has_prompt_logprobs=True)
+            if self.options.prefix_caching:
+                before = metric_total(client.metrics(), _PREFIX_HITS)
+                again = questions.complete(client, str(model), prompts, has_prompt_logprobs=False)
+                hits = metric_total(client.metrics(), _PREFIX_HITS) - before
+        elapsed = time.monotonic() - started
+        times = "twice" if again else "once"
+        _say(self.console, f"{len(prompts)} unequal prompts in one batch, {times}: {elapsed:.1f} s")
+        text = log.read_text("utf-8", "replace")
+        computed = read_model_shape(model).attention_bytes_per_token(self.options.tp_size, dcp_size)
+        return ServerRun(
+            dcp_size=dcp_size,
+            seconds_to_start=seconds_to_start,
+            first=first,
+            again=again,
+            prefix_hits=int(hits),
+            kv_tokens=kv_tokens_in(text),
+            bytes_per_token=bytes_per_token_in(text) or computed,
+        )
+
+
 def server_arguments(kind: str, dtype: str, dcp_size: int, options: DemoOptions) -> list[str]:
-    """The flags that follow the model on the server's command line."""
+    """The flags that follow the model on a server's command line."""
     flags = tiny_models.serve_arguments(kind)
     flags[flags.index("--dtype") + 1] = dtype
     flags += ["-tp", str(options.tp_size)]
     if dcp_size > 1:
         flags += ["-dcp", str(dcp_size), "--enable-plugin", activation.PLUGIN_NAME]
-        if options.interleave != 1:
-            flags += ["--cp-kv-cache-interleave-size", str(options.interleave)]
-        if options.comm_backend != "ag_rs":
-            flags += ["--dcp-comm-backend", options.comm_backend]
+        flags += ["--cp-kv-cache-interleave-size", str(options.interleave)] if options.interleave != 1 else []
+        flags += ["--dcp-comm-backend", options.comm_backend] if options.comm_backend != "ag_rs" else []
     caching = "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
     return [*flags, caching, "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
 
 
 def server_environment(
-    vllm: InstalledVLLM, tp_size: int, dcp_size: int, num_numa_nodes: int, base: Mapping[str, str]
+    base: Mapping[str, str], *, is_cpu: bool, tp_size: int, dcp_size: int, num_numa_nodes: int
 ) -> dict[str, str]:
     """The environment of a server; what the user has set stays."""
+    # The model is a local directory: nothing is to be looked up or reported.
     extra = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if vllm.is_cpu_build:
+    if is_cpu:
         extra |= tiny_models.cpu_environment(tp_size)
         # With DCP the plugin divides the cores; stock alone stops where there are fewer NUMA nodes than ranks.
         if dcp_size > 1 or num_numa_nodes >= tp_size:
@@ -176,89 +279,31 @@ def server_environment(
     return {**extra, **base}
 
 
-def _show_kind(kind: str, options: DemoOptions, vllm: InstalledVLLM, directory: Path, console: Console) -> bool:
-    """Run one model with and without DCP and print how they compare.
-
-    Returns:
-        Whether they agree.
-    """
-    dtype = options.dtype or ("float32" if kind == "lfm2" and vllm.is_cpu_build else "bfloat16")
-    num_kv_heads = options.tp_size // options.dcp_size
-    _say(console, f"\n{tiny_models.TINY_MODELS[kind]}", "bold")
-    with console.status("making a checkpoint with random weights"):
-        model = tiny_models.make_tiny_model(
-            kind,
-            directory / f"{kind}-{dtype}-kv{num_kv_heads}",
-            num_attention_heads=NUM_QUERY_HEADS,
-            num_key_value_heads=num_kv_heads,
-            dtype=dtype,
-        )
-    runs = [_run_server(kind, model, dtype, size, options, vllm, console) for size in (options.dcp_size, 1)]
-    agreements = [compare.compare(*pair) for pair in zip(runs[0].first, runs[1].first, strict=True)]
-    again = [compare.compare(*pair) for pair in zip(runs[0].again or (), runs[1].again or (), strict=True)]
-    console.print()
-    console.print(agreement_table(agreements, runs[0].dcp_size))
-    console.print()
-    console.print(memory_table(runs))
-    is_good = _print_verdict(agreements, again, dtype, console)
-    if options.keep:
-        results = {"kind": kind, "dtype": dtype, "agree": is_good, "runs": [asdict(run) for run in runs]}
-        (directory / f"{model.name}.results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return is_good
+@contextlib.contextmanager
+def _working_directory(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm-dcp-hybrid-demo-") as name:
+        yield Path(name)
 
 
-def _run_server(
-    kind: str, model: Path, dtype: str, dcp_size: int, options: DemoOptions, vllm: InstalledVLLM, console: Console
-) -> ServerRun:
-    """Start a server, send the requests, stop it."""
-    command = [*vllm.serve_command(str(model)), *server_arguments(kind, dtype, dcp_size, options)]
-    numa_nodes = diagnose_numa_nodes()
-    environment = server_environment(vllm, options.tp_size, dcp_size, numa_nodes, os.environ)
-    log = model.with_name(f"{model.name}.dcp{dcp_size}.log")
-    _say(console, f"$ {shlex.join(['python', *command[1:]])}", "dim")
-    with Server(command, port=options.port or free_port(), log=log, environment=environment) as server:
-        with console.status("starting") as status:
+@contextlib.contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """`kill` and a closed terminal end the demo as Ctrl-C does: through every `finally`."""
 
-            def show(seconds: float, line: str) -> None:
-                width = max(20, console.width - 12)
-                status.update(Text(f"{seconds:3.0f} s  {line}"[:width], "dim"))
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
 
-            seconds = server.wait_until_ready(START_LIMIT_SECONDS, show)
-        _say(console, f"  DCP {dcp_size}: ready after {seconds:.0f} s")
-        try:
-            return _ask(server.client, str(model), dcp_size, seconds, options, console, model)
-        except RequestFailed as error:
-            raise ServerFailed(f"a request failed: {error}\n{server.diagnosis()}") from error
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _ask(
-    client: Client,
-    name: str,
-    dcp_size: int,
-    seconds_to_start: float,
-    options: DemoOptions,
-    console: Console,
-    model: Path,
-) -> ServerRun:
-    if dcp_size > 1:
-        _show_stream(client, name, console)
-    prompts = random_prompts()
-    with console.status(f"asking {len(prompts)} unequal prompts in one batch"):
-        started = time.monotonic()
-        first = _complete(client, name, prompts, has_prompt_logprobs=True)
-        before = metric_total(client.metrics(), "vllm:prefix_cache_hits")
-        again = _complete(client, name, prompts, has_prompt_logprobs=False) if options.prefix_caching else None
-        elapsed = time.monotonic() - started
-    metrics = client.metrics()
-    times = "twice" if again else "once"
-    _say(console, f"  DCP {dcp_size}: {len(prompts)} prompts in one batch, {times}, in {elapsed:.1f} s")
-    kv_tokens = metric_label(metrics, "vllm:cache_config_info", "kv_cache_size_tokens")
-    return ServerRun(
-        dcp_size=dcp_size,
-        seconds_to_start=seconds_to_start,
-        first=first,
-        again=again,
-        prefix_hits=int(metric_total(metrics, "vllm:prefix_cache_hits") - before),
-        kv_tokens=int(kv_tokens) if kv_tokens and kv_tokens.isdigit() else None,
-        bytes_per_token=read_model_shape(model).attention_bytes_per_token(options.tp_size, dcp_size),
-    )
+def _say(console: Console, text: str, style: str = "") -> None:
+    # Commands and paths are to be copied: no markup, no colours of numbers, no line breaks within them.
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -137,7 +137,9 @@ def _check_patches(
         )
         return None, tuple(_finding(patch, OTHER_RELEASE) for patch in ALL_PATCHES), [reason]
     problems = [
-        *patching.check(selected, release_file, vllm.root, version=vllm.version, owner=f"vllm-dcp-hybrid {__version__}"),
+        *patching.check(
+            selected, release_file, vllm.root, version=vllm.version, owner=f"vllm-dcp-hybrid {__version__}"
+        ),
         *patching.missing_replacements(selected),
     ]
     wrong = {getattr(problem, "patch", ""): str(problem) for problem in reversed(problems)}
@@ -148,6 +150,4 @@ def _check_patches(
 
 
 def _finding(patch: patching.Patch, state: str) -> PatchFinding:
-    return PatchFinding(
-        patch.name, patch.target, patch.how, tuple(patch.processes), patch.releases, patch.until, state
-    )
+    return PatchFinding(patch.name, patch.target, patch.how, tuple(patch.processes), patch.releases, patch.until, state)

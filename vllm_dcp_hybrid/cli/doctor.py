@@ -99,9 +99,7 @@ def advise(shape: ModelShape, tp_size: int | None, dcp_size: int | None) -> dict
         "is_mla": shape.is_mla,
         "num_query_heads": shape.num_query_heads,
         "num_kv_heads": shape.num_kv_heads,
-        "layers": [
-            {"kind": word, "count": count, "placement": layer_placement(word)} for word, count in shape.layers
-        ],
+        "layers": [{"kind": word, "count": count, "placement": layer_placement(word)} for word, count in shape.layers],
         "sizes": rows,
     }
 
@@ -150,7 +148,9 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     else:
         build = "CPU build" if vllm.is_cpu_build else "GPU build"
         facts.append(("vLLM", f"{vllm.version}, {build}, {vllm.root}"))
-        facts.append(("release file", str(diagnosis.release_file or f"none for this release in {diagnosis.release_dir}")))
+        facts.append(
+            ("release file", str(diagnosis.release_file or f"none for this release in {diagnosis.release_dir}"))
+        )
         if not vllm.has_vllm_command:
             facts.append(
                 (

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from vllm_dcp_hybrid import __version__
-from vllm_dcp_hybrid.tiny_models.architectures import ATTENTION_INTERVAL, TINY_MODELS
+from vllm_dcp_hybrid.tiny_models.architectures import TINY_MODELS, TinyModel
 
 app = typer.Typer(
     name="vllm-dcp-hybrid",
@@ -19,3 +19,148 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+HYBRID_KINDS = tuple(kind for kind in TINY_MODELS if {*TinyModel(kind=kind).layer_types} != {"full_attention"})
+
+
+class CommBackend(str, Enum):
+    """How the ranks of a DCP group exchange partial results: the choices of `--dcp-comm-backend`."""
+
+    ag_rs = "ag_rs"
+    a2a = "a2a"
+
+
+class Dtype(str, Enum):
+    """Of the tiny models' weights; gated delta nets run in bfloat16 only on a CPU."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def _print_version(is_asked_for: bool) -> None:
+    if is_asked_for:
+        typer.echo(f"vllm-dcp-hybrid {__version__}")
+        raise typer.Exit
+
+
+def _known_kinds(kinds: list[str]) -> list[str]:
+    for kind in kinds:
+        if kind not in HYBRID_KINDS:
+            raise typer.BadParameter(f"{kind!r} is none of {', '.join(HYBRID_KINDS)}")
+    return list(dict.fromkeys(kinds))
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Decode Context Parallelism for hybrid models on stock vLLM."""
+
+
+@app.command(
+    epilog="Exit status: 0 all well; 1 the plugin would not be in effect, or MODEL cannot have these sizes; "
+    "2 no vLLM found, MODEL cannot be read, or wrong usage."
+)
+def doctor(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045 - typer evaluates it
+        typer.Argument(help="A model's directory or config.json: also say what DCP could be for it."),
+    ] = None,
+    tp: Annotated[
+        Optional[int], typer.Option("-tp", "--tensor-parallel-size", min=1, help="For MODEL: tensor-parallel size.")  # noqa: UP045
+    ] = None,
+    dcp: Annotated[
+        Optional[int], typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="For MODEL: DCP size.")  # noqa: UP045
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say whether the plugin would be in effect here, and what it refuses.
+
+    Looks at the installed vLLM's source against the fingerprints of its release, at the entry point, the
+    environment and the machine.  Imports neither torch nor vLLM.
+    """
+    from rich.console import Console
+
+    from vllm_dcp_hybrid.cli.doctor import run_doctor
+
+    if dcp is not None and tp is None:
+        raise typer.BadParameter("-dcp needs -tp: the legal sizes follow from it")
+    raise typer.Exit(run_doctor(model, tp_size=tp, dcp_size=dcp, as_json=as_json, console=Console()))
+
+
+@app.command(
+    epilog="Exit status: 0 written or equal; 1 different, or it cannot be recorded; 2 no vLLM found, or wrong usage."
+)
+def record(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; compare, and name what differs first.")
+    ] = False,
+    directory: Annotated[
+        Optional[Path], typer.Option("--directory", help="Where release files lie, if not in this package.")  # noqa: UP045
+    ] = None,
+) -> None:
+    """For maintainers: write patches/RELEASE.toml, the fingerprints of the installed vLLM."""
+    from rich.console import Console
+
+    from vllm_dcp_hybrid.cli.record import run_record
+
+    raise typer.Exit(run_record(directory, check_only=check, console=Console()))
+
+
+@app.command(
+    epilog="Exit status: 0 DCP agrees with no DCP; 1 it does not; 2 it could not be run, or wrong usage; 130 interrupted."
+)
+def demo(
+    model_kind: Annotated[
+        list[str],
+        typer.Option(
+            "--model-kind", callback=_known_kinds, help=f"One of {', '.join(HYBRID_KINDS)}. May be given several times."
+        ),
+    ] = ["qwen3-next"],  # noqa: B006 - typer copies it
+    tp: Annotated[int, typer.Option("-tp", "--tensor-parallel-size", min=1, help="Ranks.")] = 2,
+    dcp: Annotated[
+        int, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="Ranks that share out the tokens.")
+    ] = 2,
+    interleave: Annotated[
+        int, typer.Option("--interleave", min=1, help="Consecutive tokens of one rank (--cp-kv-cache-interleave-size).")
+    ] = 1,
+    comm_backend: Annotated[
+        CommBackend, typer.Option("--comm-backend", help="How ranks exchange results (--dcp-comm-backend).")
+    ] = CommBackend.ag_rs,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option("--prefix-caching/--no-prefix-caching", help="Send every prompt twice, the second time cached."),
+    ] = True,
+    dtype: Annotated[
+        Dtype, typer.Option("--dtype", help="auto: float32 for lfm2 on a CPU, else bfloat16.")
+    ] = Dtype.auto,
+    keep: Annotated[
+        Optional[Path], typer.Option("--keep", help="Keep models, server logs and results in this directory.")  # noqa: UP045
+    ] = None,
+    port: Annotated[
+        Optional[int], typer.Option("--port", min=1, max=65535, help="Of the servers; any free one by default.")  # noqa: UP045
+    ] = None,
+) -> None:
+    """Serve a tiny hybrid model with DCP on this machine, and compare it with the same server without DCP.
+
+    Needs about two minutes on two cores: two server starts, one after the other.  Listens on 127.0.0.1 only.
+    """
+    from rich.console import Console
+
+    from vllm_dcp_hybrid.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        kinds=tuple(model_kind),
+        tp_size=tp,
+        dcp_size=dcp,
+        interleave=interleave,
+        comm_backend=comm_backend.value,
+        prefix_caching=prefix_caching,
+        dtype=None if dtype is Dtype.auto else dtype.value,
+        keep=keep,
+        port=port,
+    )
+    raise typer.Exit(run_demo(options, Console()))

@@ -67,9 +67,7 @@ class ModelShape:
 
     def largest_dcp_world_size(self, tp_size: int) -> int:
         """The largest legal DCP size at this tensor-parallel size."""
-        return placement.largest_dcp_world_size(
-            tp_size, self.num_kv_heads, self.num_query_heads, is_mla=self.is_mla
-        )
+        return placement.largest_dcp_world_size(tp_size, self.num_kv_heads, self.num_query_heads, is_mla=self.is_mla)
 
     def illegal_because(self, tp_size: int, dcp_size: int) -> str | None:
         """The sentence with which `vllm serve` would refuse the sizes; None where they are legal."""
