@@ -19,8 +19,6 @@ from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, FEATURE_PAT
 
 pytestmark = pytest.mark.contract
 
-WRAPS = {patch.name for patch in ALL_PATCHES if patch.how == "wrap"}
-
 COMMON = """
 import json, logging, multiprocessing, sys, time
 
@@ -94,6 +92,10 @@ if __name__ == "__main__":
     tell(refusal=first.refusal, fingerprint=first.fingerprint, summary=first.summary())
     tell(children={method: child(method) for method in ("fork", "spawn")})
 
+    # Its import is the first of vLLM's module of specs, to which a name is added meanwhile.
+    was_loaded = "vllm.v1.kv_cache_interface" in sys.modules
+    import vllm_dcp_hybrid.core.kv_cache_specs
+    tell(specs_first=[was_loaded, vllm_dcp_hybrid.core.kv_cache_specs.specs.__name__])
     unimportable = {}
     for patch in ALL_PATCHES:
         for text in (patch.target, *patch.also_bound):
@@ -251,6 +253,11 @@ def test_case_27_register_imports_nothing_of_vllm_or_torch(life: dict[str, Any])
 def test_case_27_children_have_the_same_fingerprint(life: dict[str, Any], method: str) -> None:
     """CASES 27: a forked child inherits the patches and does not run plugins again, a spawned one starts anew."""
     assert life["children"][method] == [method == "fork", life["fingerprint"], None]
+
+
+def test_our_own_modules_can_be_imported_before_what_they_patch(life: dict[str, Any]) -> None:
+    """The command line registers first and reads specs then."""
+    assert life["specs_first"] == [False, "vllm.v1.kv_cache_interface"]
 
 
 def test_registering_again_changes_nothing(life: dict[str, Any]) -> None:

@@ -82,6 +82,15 @@ class UnsupportedFeature(DCPHybridError):
     )
 
 
+class SharedMemoryTooSmall(DCPHybridError):
+    """A container's /dev/shm that CPU ranks cannot exchange their data through."""
+
+    template = (
+        "/dev/shm has {free_mib} MiB free and {num_ranks} CPU ranks need {needed_mib} MiB to exchange data, so a rank "
+        "would be killed in mid-run; give the container more, for example `docker run --shm-size=1g`."
+    )
+
+
 class PluginNotApplied(DCPHybridError):
     """``--enable-plugin dcp_hybrid`` was given, and the plugin cannot do its work."""
 

@@ -75,7 +75,6 @@ class Sizes:
     dtype: torch.dtype = torch.float32
     backend: str = "ag_rs"
     soft_cap: float = 0.0
-    kernel_block: int = BLOCK
 
 
 @pytest.fixture(scope="module")

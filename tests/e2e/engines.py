@@ -46,6 +46,8 @@ class Engine:
     block_size: int | None = None
     dtype: str | None = None
     skew_kv_heads: bool = False
+    is_eager: bool = True
+    is_on_gpu: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     extra: tuple[tuple[str, Any], ...] = field(default=())
 
@@ -55,7 +57,7 @@ class Engine:
             **tiny_models.engine_arguments(self.kind),
             "tensor_parallel_size": self.tp,
             "decode_context_parallel_size": self.dcp,
-            "enforce_eager": True,
+            "enforce_eager": self.is_eager,
             "max_model_len": 4096,
             "max_num_seqs": 8,
             "enable_prefix_caching": self.prefix_caching,
@@ -63,6 +65,14 @@ class Engine:
         if self.dcp > 1:
             arguments["cp_kv_cache_interleave_size"] = self.interleave
             arguments["dcp_comm_backend"] = self.comm
+        if self.is_on_gpu:
+            # All ranks share one GPU: its memory profile sees the other ranks, and peer access has no peer.
+            arguments |= {
+                "worker_cls": "one_gpu.OneGPUWorker",
+                "distributed_executor_backend": "mp",
+                "disable_custom_all_reduce": True,
+                "kv_cache_memory_bytes": 1 << 30,
+            }
         for name in ("max_num_batched_tokens", "block_size", "dtype"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
@@ -133,10 +143,7 @@ class Engines:
 
     def _start(self, engine: Engine, work: list[dict[str, Any]]) -> Run:
         stem = self.directory / f"run{len(self._runs)}"
-        environment = tiny_models.cpu_environment(engine.tp)
-        if engine.dcp > 1:
-            # The plugin binds the ranks; only stock needs to be told how.
-            del environment["VLLM_CPU_OMP_THREADS_BIND"]
+        environment = self._environment(engine)
         spec = {
             "model": str(self.model(engine)),
             "environment": {**environment, **dict(engine.environment)},
@@ -148,6 +155,17 @@ class Engines:
         code, log = run_limited(command, stem.with_suffix(".log"), START_AND_RUN_LIMIT_S)
         assert code == 0, f"{engine} ended with {code}:\n{log[-6000:]}"
         return Run(json.loads(stem.with_suffix(".out.json").read_text())["phases"], log)
+
+    def _environment(self, engine: Engine) -> dict[str, str]:
+        """What the engine's process needs beside its arguments."""
+        if engine.is_on_gpu:
+            here = str(Path(__file__).parent.with_name("gpu"))
+            return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
+        environment = tiny_models.cpu_environment(engine.tp)
+        if engine.dcp > 1:
+            # The plugin binds the ranks; only stock needs to be told how.
+            del environment["VLLM_CPU_OMP_THREADS_BIND"]
+        return environment
 
 
 def run_limited(

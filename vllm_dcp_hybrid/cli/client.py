@@ -74,9 +74,8 @@ class Client:
         try:
             with self._open(method, path, body, timeout=self._timeout) as response:
                 if response.status != http.client.OK:
-                    raise RequestFailed(
-                        f"{path}: status {response.status}: {response.read(2000).decode(errors='replace')}"
-                    )
+                    answer = response.read(2000).decode(errors="replace")
+                    raise RequestFailed(f"{path}: status {response.status}: {answer}")
                 yield response
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(f"{path}: {type(error).__name__}: {error}") from error

@@ -33,8 +33,8 @@ BOUNDS = {
     "bfloat16": Bounds(
         0.1,
         1.0,
-        "bfloat16 keeps 8 bits: DCP adds partial softmax sums in another order, and random weights amplify the rounding "
-        "(TP 1 against TP 2 of such a model, without DCP, differs by 0.03 in the mean and up to 1.0)",
+        "bfloat16 keeps 8 bits: DCP adds partial softmax sums in another order, and random weights amplify the "
+        "rounding (TP 1 against TP 2 of such a model, without DCP, differs by 0.03 in the mean and up to 1.0)",
     ),
 }
 

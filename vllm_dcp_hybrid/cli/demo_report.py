@@ -75,11 +75,8 @@ def print_report(runs: tuple[ServerRun, ServerRun], bounds: Bounds, console: Con
             "bold green" if is_good else "bold red",
         )
     )
-    console.print(
-        Text(
-            f"Bounds: mean {bounds.mean:g} for each request, {bounds.maximum:g} for each token. {bounds.reason}.", "dim"
-        )
-    )
+    limits = f"Bounds: mean {bounds.mean:g} for each request, {bounds.maximum:g} for each token. {bounds.reason}."
+    console.print(Text(limits, "dim"))
     return is_good
 
 
@@ -99,14 +96,11 @@ def agreement_table(first: Sequence[Agreement], again: Sequence[Agreement], dcp_
     table.add_column("greedy tokens", justify="left")
     for name, rows in (("", first), (", again", again)):
         for row in rows:
-            prompt = (
-                [f"{compare.mean(row.prompt):.4f}", f"{compare.largest(row.prompt):.4f}"] if row.prompt else ["", ""]
-            )
+            prompt = _mean_and_largest(row.prompt) if row.prompt else ("", "")
             table.add_row(
                 f"{row.num_prompt_tokens:,} tokens{name}",
                 *prompt,
-                f"{compare.mean(row.generated):.4f}",
-                f"{compare.largest(row.generated):.4f}",
+                *_mean_and_largest(row.generated),
                 _greedy(row),
                 style=None if row.is_within(bounds) else "red",
             )
@@ -117,6 +111,10 @@ def agreement_table(first: Sequence[Agreement], again: Sequence[Agreement], dcp_
     table.caption = f"{caption} of {len(first) + len(again)}"
     table.caption_justify = "left"
     return table
+
+
+def _mean_and_largest(differences: Sequence[float]) -> tuple[str, str]:
+    return f"{compare.mean(differences):.4f}", f"{compare.largest(differences):.4f}"
 
 
 def _greedy(row: Agreement) -> str:

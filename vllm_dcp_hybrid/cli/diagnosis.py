@@ -136,10 +136,9 @@ def _check_patches(
             f"({', '.join(known) or 'none'}), so nothing would be applied: install one of those."
         )
         return None, tuple(_finding(patch, OTHER_RELEASE) for patch in ALL_PATCHES), [reason]
+    owner = f"vllm-dcp-hybrid {__version__}"
     problems = [
-        *patching.check(
-            selected, release_file, vllm.root, version=vllm.version, owner=f"vllm-dcp-hybrid {__version__}"
-        ),
+        *patching.check(selected, release_file, vllm.root, version=vllm.version, owner=owner),
         *patching.missing_replacements(selected),
     ]
     wrong = {getattr(problem, "patch", ""): str(problem) for problem in reversed(problems)}

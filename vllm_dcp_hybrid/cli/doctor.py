@@ -114,20 +114,19 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     console.print(facts)
 
     if diagnosis.vllm is not None:
-        patches = Table("patch", "target", "state", title="Patches, in order", title_justify="left", show_edge=False)
-        patches.columns[1].overflow = "fold"
+        console.print("\nPatches, in the order in which they are applied", style="bold")
         for finding in diagnosis.patches:
-            state = finding.state if len(finding.state) < 30 else "does not fit: see below"
-            target = finding.target.removeprefix("vllm.")
-            patches.add_row(finding.name, target, Text(state, style="green" if state == APPLIES else "red"))
-        console.print("\n", patches, sep="")
+            state = "does not fit, see below" if finding.state.endswith(".") else finding.state
+            console.print(Text.assemble(f"  {finding.name}  ", (state, "green" if state == APPLIES else "red")))
+            console.print(Padding(Text(f"{finding.how}s {finding.target}", "dim", overflow="fold"), (0, 0, 0, 4)))
 
-    refused = Table("refused", "because", "remedy", title="Refused with hybrid DCP, before the weights load")
-    refused.title_justify = "left"
-    refused.show_edge = False
+    console.print("\nRefused with hybrid DCP, before the weights load", style="bold")
+    refused = Table.grid(padding=(0, 2))
+    refused.add_column(width=26)
+    refused.add_column(overflow="fold")
     for refusal in diagnosis.refused:
-        refused.add_row(refusal.what, refusal.why, refusal.remedy)
-    console.print("\n", refused, "\n", sep="")
+        refused.add_row(refusal.what, Text.assemble(refusal.why, (f"; {refusal.remedy}", "dim")))
+    console.print(Padding(refused, (0, 0, 0, 2)), "")
 
     if not diagnosis.reasons:
         console.print("All well: the plugin would be in effect.", style="bold green")
@@ -148,9 +147,8 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     else:
         build = "CPU build" if vllm.is_cpu_build else "GPU build"
         facts.append(("vLLM", f"{vllm.version}, {build}, {vllm.root}"))
-        facts.append(
-            ("release file", str(diagnosis.release_file or f"none for this release in {diagnosis.release_dir}"))
-        )
+        none = f"none for this release in {diagnosis.release_dir}"
+        facts.append(("release file", str(diagnosis.release_file or none)))
         if not vllm.has_vllm_command:
             facts.append(
                 (

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-dcp-hybrid`: arguments only; each command's work is in a module of its own, imported when it runs."""
+"""The command `vllm-dcp-hybrid`: arguments only.  The work is in other modules, imported when it is done."""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -66,21 +66,20 @@ def main(
 )
 def doctor(
     model: Annotated[
-        Optional[Path],  # noqa: UP045 - typer evaluates it
+        Path | None,
         typer.Argument(help="A model's directory or config.json: also say what DCP could be for it."),
     ] = None,
     tp: Annotated[
-        Optional[int], typer.Option("-tp", "--tensor-parallel-size", min=1, help="For MODEL: tensor-parallel size.")  # noqa: UP045
+        int | None, typer.Option("-tp", "--tensor-parallel-size", min=1, help="For MODEL: tensor-parallel size.")
     ] = None,
     dcp: Annotated[
-        Optional[int], typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="For MODEL: DCP size.")  # noqa: UP045
+        int | None, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="For MODEL: DCP size.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether the plugin would be in effect here, and what it refuses.
 
-    Looks at the installed vLLM's source against the fingerprints of its release, at the entry point, the
-    environment and the machine.  Imports neither torch nor vLLM.
+    Reads vLLM's source, the environment and the machine; imports neither torch nor vLLM, and changes nothing.
     """
     from rich.console import Console
 
@@ -95,11 +94,9 @@ def doctor(
     epilog="Exit status: 0 written or equal; 1 different, or it cannot be recorded; 2 no vLLM found, or wrong usage."
 )
 def record(
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; compare, and name what differs first.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; name the first difference.")] = False,
     directory: Annotated[
-        Optional[Path], typer.Option("--directory", help="Where release files lie, if not in this package.")  # noqa: UP045
+        Path | None, typer.Option("--directory", help="Where release files lie, if not in this package.")
     ] = None,
 ) -> None:
     """For maintainers: write patches/RELEASE.toml, the fingerprints of the installed vLLM."""
@@ -111,7 +108,7 @@ def record(
 
 
 @app.command(
-    epilog="Exit status: 0 DCP agrees with no DCP; 1 it does not; 2 it could not be run, or wrong usage; 130 interrupted."
+    epilog="Exit status: 0 DCP agrees with no DCP; 1 it does not; 2 it could not run, or wrong usage; 130 interrupted."
 )
 def demo(
     model_kind: Annotated[
@@ -132,21 +129,19 @@ def demo(
     ] = CommBackend.ag_rs,
     prefix_caching: Annotated[
         bool,
-        typer.Option("--prefix-caching/--no-prefix-caching", help="Send every prompt twice, the second time cached."),
+        typer.Option("--prefix-caching/--no-prefix-caching", help="Send all prompts twice, to reuse their KV."),
     ] = True,
-    dtype: Annotated[
-        Dtype, typer.Option("--dtype", help="auto: float32 for lfm2 on a CPU, else bfloat16.")
-    ] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="auto: float32 where the CPU can, for lfm2.")] = Dtype.auto,
     keep: Annotated[
-        Optional[Path], typer.Option("--keep", help="Keep models, server logs and results in this directory.")  # noqa: UP045
+        Path | None, typer.Option("--keep", help="Keep models, server logs and results in this directory.")
     ] = None,
     port: Annotated[
-        Optional[int], typer.Option("--port", min=1, max=65535, help="Of the servers; any free one by default.")  # noqa: UP045
+        int | None, typer.Option("--port", min=1, max=65535, help="Of the servers; any free one by default.")
     ] = None,
 ) -> None:
     """Serve a tiny hybrid model with DCP on this machine, and compare it with the same server without DCP.
 
-    Needs about two minutes on two cores: two server starts, one after the other.  Listens on 127.0.0.1 only.
+    Takes about two minutes on two cores: two servers, one after the other, on 127.0.0.1 only.
     """
     from rich.console import Console
 

@@ -109,6 +109,8 @@ def group_geometry(
     placement = place(spec, layer=layers[0] if layers else "(unnamed)")
     member = _representative(spec)
     is_recurrent = isinstance(member, specs.MambaSpec)
+    # The page of a group whose layers differ in shape is that of all of them together.
+    num_pages = 1 if member is spec else len(layers)
     return GroupGeometry(
         placement=placement,
         block_size=spec.block_size,
@@ -117,7 +119,7 @@ def group_geometry(
         interleave_size=interleave_size if placement is Placement.SHARDED else 1,
         recurrent_mode=(recurrent_mode or member.mamba_cache_mode) if is_recurrent else None,
         num_speculative_blocks=member.num_speculative_blocks if is_recurrent else 0,
-        page_size_bytes=spec.page_size_bytes,
+        page_size_bytes=spec.page_size_bytes // num_pages,
         num_layers=len(layers),
     )
 
@@ -155,19 +157,3 @@ def scheduler_kv_cache_config(kv_cache_config: Any, dcp_world_size: int) -> Any:
         effective = spec.block_size * shards
         groups.append(group if shards == 1 else replace(group, kv_cache_spec=replace(spec, block_size=effective)))
     return replace(kv_cache_config, kv_cache_groups=groups)
-
-
-def max_num_blocks_per_req(spec: specs.KVCacheSpec, vllm_config: Any, max_len: int) -> int:
-    """Block ids in one request's row of the worker's block table: vLLM 0.26's method of this name, on older releases.
-
-    Args:
-        vllm_config: supplies the DCP size and ``mamba_cache_mode``.
-        max_len: longest sequence, tokens.
-    """
-    geometry = group_geometry(
-        spec,
-        dcp_world_size=activation.dcp_world_size(vllm_config),
-        interleave_size=1,
-        recurrent_mode=vllm_config.cache_config.mamba_cache_mode,
-    )
-    return geometry.table_width(max_len)

@@ -28,3 +28,4 @@ def register_attention_backends() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend")
+    register_backend(AttentionBackendEnum.FLASH_ATTN, "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend")

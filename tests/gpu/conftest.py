@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU tests: skipped, with the reason, where there is no CUDA device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.with_name("e2e"))]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    torch = None
+    try:
+        import torch
+    except ModuleNotFoundError:
+        reason = "needs torch and a CUDA device"
+    else:
+        reason = "needs a CUDA device"
+    if torch is None or not torch.cuda.is_available():
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory):
+    """Engines that start when first asked for and are remembered."""
+    from engines import Engines
+
+    return Engines(tmp_path_factory.mktemp("engines"))

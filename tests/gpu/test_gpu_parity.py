@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DCP N against N = 1 on a GPU, all ranks on one device: the CPU suite's questions to the CUDA engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from engines import REPEATED, Engine, Engines, Run, difference
+
+pytestmark = pytest.mark.gpu
+
+LFM2 = Engine("lfm2", tp=2, is_on_gpu=True, is_eager=False)
+QWEN_NEXT = Engine("qwen3-next", tp=2, is_on_gpu=True, is_eager=False)
+FP8 = (("kv_cache_dtype", "fp8"),)
+FA2 = (("attention_config", {"flash_attn_version": 2}),)
+
+CASES = [
+    pytest.param(replace(LFM2, dcp=2, prefix_caching=True), id="lfm2-graphs-ag_rs-cached"),
+    pytest.param(replace(LFM2, dcp=2, interleave=16, comm="a2a", is_eager=True), id="lfm2-eager-a2a-I16"),
+    pytest.param(
+        replace(LFM2, dcp=2, interleave=16, comm="a2a", prefix_caching=True, max_num_batched_tokens=512),
+        id="lfm2-graphs-a2a-I16-cached-chunk512",
+    ),
+    pytest.param(replace(LFM2, dcp=2, is_eager=True, extra=FA2), id="lfm2-eager-fa2"),
+    pytest.param(replace(LFM2, dcp=2, extra=FP8), id="lfm2-graphs-fp8"),
+    pytest.param(replace(LFM2, tp=4, dcp=4), id="lfm2-T4N4-graphs"),
+    pytest.param(replace(QWEN_NEXT, dcp=2, prefix_caching=True), id="qwen3-next-graphs-ag_rs-cached"),
+]
+
+
+def oracle(engine: Engine) -> Engine:
+    """The same model, TP, graphs and KV dtype without DCP."""
+    return replace(
+        engine,
+        dcp=1,
+        interleave=1,
+        comm="ag_rs",
+        prefix_caching=False,
+        max_num_batched_tokens=None,
+        is_eager=False,
+        extra=FP8 if engine.extra == FP8 else (),
+    )
+
+
+def everything(run: Run) -> list[dict]:
+    """All requests but the prompt of one token that follows others (stock's GDN, 0.25.1)."""
+    return [request for number, phase in enumerate(run.phases) if number != 2 for request in phase]
+
+
+@pytest.mark.parametrize("engine", CASES)
+def test_engines_differ_by_no_more_than_tensor_parallel_sizes_do(engines: Engines, engine: Engine) -> None:
+    expected = engines.run(oracle(engine))
+    gap = difference(everything(engines.run(engine)), everything(expected))
+    tp1 = engines.run(replace(oracle(engine), tp=1, extra=()))
+    bound = difference(everything(tp1), everything(engines.run(replace(oracle(engine), extra=()))))
+    print(f"\nDCP {engine.dcp}: {gap}\nTP 1 against TP {engine.tp}: {bound}")
+    assert gap.mean <= bound.mean
+    assert gap.largest <= 2 * bound.largest
+
+
+@pytest.mark.parametrize("engine", [case for case in CASES if case.values[0].prefix_caching])
+def test_case_12_repeated_prompts_hit_every_whole_effective_block(engines: Engines, engine: Engine) -> None:
+    """CASES 12, with the block size that the engine chose."""
+    run = engines.run(engine)
+    found = re.search(r"attention sharded: block (\d+), effective (\d+), ", run.log)
+    assert found
+    effective = int(found[2])
+    assert effective == engine.dcp * int(found[1])
+    warm = [request["num_cached_tokens"] for request in run.phases[4]]
+    assert warm == [length // effective * effective for length in REPEATED]
+
+
+@pytest.mark.parametrize("engine", [case for case in CASES if case.values[0].prefix_caching])
+def test_case_10_warm_answers_equal_cold_ones(engines: Engines, engine: Engine) -> None:
+    """CASES 10."""
+    run = engines.run(engine)
+    assert difference(run.phases[3], run.phases[4]).largest < 0.3
+
+
+@pytest.mark.parametrize("engine", CASES)
+def test_a_prompt_of_one_token_does_not_depend_on_earlier_requests(engines: Engines, engine: Engine) -> None:
+    run = engines.run(engine)
+    assert run.phases[2][0]["tokens"] == run.scored[0]["tokens"]

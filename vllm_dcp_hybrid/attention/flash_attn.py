@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA engine: FlashAttention over sharded KV, as a backend in vLLM's registry under the name FLASH_ATTN.
+
+A step of decode rows is one FlashAttention call over this rank's tokens, the new ones included, and one exchange: the
+new token's KV is in the cache of its owner before attention runs (stock calls FlashAttention twice and merges).  That
+is also the only thing that CUDA graphs capture.  Mixed steps run outside of graphs, row kinds apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm import _custom_ops
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_dcp_group
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+
+from vllm_dcp_hybrid import activation, placement
+from vllm_dcp_hybrid.attention import exchange
+from vllm_dcp_hybrid.attention.local_lens import fill_local_lens_triton
+from vllm_dcp_hybrid.attention.upstream_contract import should_split_fa2_dcp_context_attention
+from vllm_dcp_hybrid.core import kv_cache_specs
+from vllm_dcp_hybrid.placement import Placement
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step by kind, from global lengths on the host: equal on all ranks.
+
+    Rows come in vLLM's order for hybrids: one new token, several with context, no context.
+
+    Attributes:
+        num_decodes: leading rows of one new token.
+        num_exchange_reqs: leading rows whose queries the ranks exchange: decode rows, and rows up to the last one that
+            has context.
+        num_decode_tokens, num_exchange_tokens, num_tokens: the same in tokens; the last without padding.
+        max_new_len: longest row that is no decode row, tokens.
+    """
+
+    num_decodes: int
+    num_exchange_reqs: int
+    num_decode_tokens: int
+    num_exchange_tokens: int
+    num_tokens: int
+    max_new_len: int
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether one call and one exchange are the whole step."""
+        return self.num_decode_tokens == self.num_tokens
+
+
+def sort_rows(query_start_loc: list[int], seq_lens: list[int]) -> StepRows:
+    """Find the kinds in a step's rows.
+
+    Args:
+        query_start_loc: ``[num_reqs + 1]``.
+        seq_lens: ``[num_reqs]``, global lengths with the new tokens, or upper bounds that are exact for rows of
+            several tokens.
+    """
+    query_lens = [end - begin for begin, end in pairwise(query_start_loc)]
+    num_reqs = len(query_lens)
+    num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), num_reqs)
+    with_context = [row for row in range(num_decodes, num_reqs) if seq_lens[row] > query_lens[row]]
+    num_exchange_reqs = with_context[-1] + 1 if with_context else num_decodes
+    return StepRows(
+        num_decodes=num_decodes,
+        num_exchange_reqs=num_exchange_reqs,
+        num_decode_tokens=query_start_loc[num_decodes],
+        num_exchange_tokens=query_start_loc[num_exchange_reqs],
+        num_tokens=query_start_loc[num_reqs],
+        max_new_len=max(query_lens[num_decodes:], default=0),
+    )
+
+
+@dataclass
+class DCPFlashAttentionMetadata(FlashAttentionMetadata):
+    """Stock's metadata, whose ``seq_lens`` are this rank's, and the step's rows."""
+
+    rows: StepRows | None = None
+    new_query_start_loc: torch.Tensor | None = None
+    """``[num_reqs - num_decodes + 1]`` int32: first tokens of the rows after the decode rows, counted from there."""
+
+
+class DCPFlashAttentionBackend(FlashAttentionBackend):
+    """FLASH_ATTN for hybrid models under DCP."""
+
+    @staticmethod
+    def get_impl_cls() -> type[DCPFlashAttentionImpl]:
+        return DCPFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DCPFlashAttentionMetadataBuilder]:
+        return DCPFlashAttentionMetadataBuilder
+
+
+class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Lets stock's builder prepare plain attention over this rank's tokens for the heads of all ranks."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs hold decode steps only, so that no branch of a mixed step can be frozen into one."""
+        if kv_cache_specs.place(kv_cache_spec) is Placement.SHARDED:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.is_sharded = kv_cache_specs.place(kv_cache_spec) is Placement.SHARDED
+        self.num_ranks = get_dcp_group().world_size
+        self.rank = get_dcp_group().rank_in_group
+        self.interleave_size = activation.interleave_size(vllm_config)
+        if self.is_sharded:
+            # From here on stock's builder sees one rank that has all gathered heads.
+            self.dcp_world_size = 1
+            self.num_heads_q *= self.num_ranks
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        max_num_reqs = max(max_num_reqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        # Captured graphs read it: its address stays, and every step refreshes all of it.
+        self.local_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        """The step's metadata, without a device-to-host copy: kinds are found on the host, counts on the device."""
+        if not self.is_sharded:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        num_reqs = common.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
+        if common.max_query_len <= 1:
+            rows = StepRows(num_reqs, num_reqs, *(common.num_actual_tokens,) * 3, 0)
+        else:
+            rows = sort_rows(starts, common.seq_lens_cpu_upper_bound[:num_reqs].tolist())
+        fill_local_lens_triton(
+            common.seq_lens[:num_reqs],
+            common.query_start_loc,
+            rows.num_decodes,
+            self.local_lens,
+            n=self.num_ranks,
+            rank=self.rank,
+            interleave_size=self.interleave_size,
+        )
+        per_rank = common.replace(
+            seq_lens=self.local_lens[:num_reqs],
+            max_seq_len=placement.cdiv(common.max_seq_len, self.num_ranks * self.interleave_size)
+            * self.interleave_size,
+            causal=False,
+        )
+        # The schedule is made for all rows at once, which is what decode steps run; mixed steps do without.
+        stock = super().build(0, per_rank, fast_build or not rows.is_decode_only)
+        new_query_start_loc = None
+        if not rows.is_decode_only:
+            new_query_start_loc = common.query_start_loc[rows.num_decodes : num_reqs + 1] - rows.num_decode_tokens
+        return DCPFlashAttentionMetadata(**vars(stock), rows=rows, new_query_start_loc=new_query_start_loc)
+
+
+class DCPFlashAttentionImpl(FlashAttentionImpl):
+    """Attention of one layer over this rank's shard of the KV."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        is_a2a = vllm_config.parallel_config.dcp_comm_backend == "a2a"
+        self.exchange = exchange.exchange_a2a if is_a2a else exchange.exchange_ag_rs
+        self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        # New tokens attend to each other in the model's dtype; only queries that read an FP8 cache are quantised, here.
+        self.is_fp8 = is_quantized_kv_cache(self.kv_cache_dtype)
+        self.supports_quant_query_input = False
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention for the step's tokens.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``, this rank's heads.
+            key, value: ``[num_tokens, num_kv_heads, head_size]``, the new tokens, on every rank.
+            kv_cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]``, this rank's shard, the new tokens that
+                it owns already written.
+            output: ``[num_tokens, num_heads, head_size]``, written in place.
+        """
+        if attn_metadata is None and self.attn_type == AttentionType.DECODER:
+            self._show_memory_to_the_profiler(query)
+        if not isinstance(attn_metadata, DCPFlashAttentionMetadata):
+            result: torch.Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return result
+        rows = attn_metadata.rows
+        assert rows is not None
+        lse = None
+        if rows.num_exchange_tokens:
+            partial, partial_lse = self._attend_cache(layer, query[: rows.num_exchange_tokens], kv_cache, attn_metadata)
+            _, lse = self.exchange(
+                partial, partial_lse.transpose(0, 1), get_dcp_group(), into=output[: rows.num_exchange_tokens]
+            )
+        if not rows.is_decode_only:
+            self._attend_new_tokens(query, key, value, attn_metadata, output, lse)
+        return output
+
+    def _attend_cache(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: DCPFlashAttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's tokens for the heads of all ranks: out ``[T, H * N, D]``, lse ``[H * N, T]``."""
+        rows = attn_metadata.rows
+        assert rows is not None
+        output_dtype = query.dtype
+        if self.is_fp8:
+            num_tokens, num_heads, head_size = query.shape
+            quantised, _ = _custom_ops.scaled_fp8_quant(query.reshape(num_tokens, -1), layer._q_scale)
+            query = quantised.view(num_tokens, num_heads, head_size)
+        queries = exchange.gather_query_heads(query, get_dcp_group())
+        out = torch.empty(queries.shape, dtype=output_dtype, device=queries.device)
+        spans = [(0, rows.num_exchange_reqs)]
+        if should_split_fa2_dcp_context_attention(
+            self.vllm_flash_attn_version,
+            attn_metadata.max_query_len,
+            rows.num_exchange_reqs,
+            rows.num_decodes,
+            rows.num_exchange_reqs - rows.num_decodes,
+        ):
+            spans = [(0, rows.num_decodes), (rows.num_decodes, rows.num_exchange_reqs)]
+        caches = [canonicalize_singleton_dim_strides(cache) for cache in kv_cache.unbind(1)]
+        if self.is_fp8:
+            caches = [cache.view(current_platform.fp8_dtype()) for cache in caches]
+        lses = [self._paged_call(layer, queries, caches, out, attn_metadata, first, last) for first, last in spans]
+        return out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+
+    def _paged_call(
+        self,
+        layer: Any,
+        queries: torch.Tensor,
+        caches: list[torch.Tensor],
+        out: torch.Tensor,
+        attn_metadata: DCPFlashAttentionMetadata,
+        first: int,
+        last: int,
+    ) -> torch.Tensor:
+        """One FlashAttention call for rows ``first`` to ``last``; returns the LSE ``[H * N, tokens]``."""
+        rows = attn_metadata.rows
+        assert rows is not None
+        is_decode_only = last <= rows.num_decodes
+        begin = 0 if first == 0 else rows.num_decode_tokens
+        end = rows.num_decode_tokens if is_decode_only else rows.num_exchange_tokens
+        starts = attn_metadata.query_start_loc[first : last + 1]
+        scales = {}
+        if self.is_fp8:
+            shape = (last - first, self.num_kv_heads)
+            scales = {
+                "q_descale": layer._q_scale.expand(shape),
+                "k_descale": layer._k_scale.expand(shape),
+                "v_descale": layer._v_scale.expand(shape),
+            }
+        is_whole_step = rows.is_decode_only
+        lse: torch.Tensor
+        _, lse, *_ = flash_attn_varlen_func(
+            queries[begin:end],
+            *caches,
+            out=out[begin:end],
+            cu_seqlens_q=starts if begin == 0 else starts - begin,
+            max_seqlen_q=1 if is_decode_only else attn_metadata.max_query_len,
+            seqused_k=attn_metadata.seq_lens[first:last],
+            max_seqlen_k=attn_metadata.max_seq_len,
+            block_table=attn_metadata.block_table[first:last],
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            causal=False,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+            scheduler_metadata=attn_metadata.scheduler_metadata if is_whole_step else None,
+            num_splits=attn_metadata.max_num_splits if is_whole_step else 0,
+            **scales,
+        )
+        return lse
+
+    def _attend_new_tokens(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: DCPFlashAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Causal attention among the new tokens of rows that are no decode rows, merged with their context.
+
+        Args:
+            output: holds the combined context of the rows that exchanged; receives the result.
+            lse: ``[num_exchange_tokens, num_heads]`` of that context, None where no row has any.
+        """
+        rows, starts = attn_metadata.rows, attn_metadata.new_query_start_loc
+        assert rows is not None
+        new = slice(rows.num_decode_tokens, rows.num_tokens)
+        num_merged = rows.num_exchange_tokens - rows.num_decode_tokens
+        own = torch.empty_like(output[new]) if num_merged else output[new]
+        _, own_lse, *_ = flash_attn_varlen_func(
+            query[new],
+            key[new],
+            value[new],
+            out=own,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=rows.max_new_len,
+            max_seqlen_k=rows.max_new_len,
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            causal=True,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        if not num_merged:
+            return
+        assert lse is not None
+        merged = slice(rows.num_decode_tokens, rows.num_exchange_tokens)
+        merge_attn_states(
+            output[merged],
+            output[merged].clone(),
+            lse[merged].transpose(0, 1).contiguous(),
+            own[:num_merged],
+            own_lse[:, :num_merged].contiguous(),
+        )
+        output[merged.stop : new.stop] = own[num_merged:]
+
+    def _show_memory_to_the_profiler(self, query: torch.Tensor) -> None:
+        """Take for a moment what the largest mixed step takes, so that the KV cache is sized beside it.
+
+        Gathered queries in two orders, the partial output, and the exchange's send and receive buffers.
+        """
+        bytes_per_token = self.num_heads * self.head_size * query.element_size() * get_dcp_group().world_size
+        total = 3 * self.max_num_tokens * bytes_per_token + 2 * exchange.MAX_ROUND_BYTES
+        torch.empty(total, dtype=torch.uint8, device=query.device)
