@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_dcp_hybrid import tiny_models
 
-START_AND_RUN_LIMIT_S = 420
+START_AND_RUN_LIMIT_S = float(os.environ.get("DCP_TEST_ENGINE_LIMIT_S", "420"))
 DRIVER = Path(__file__).with_name("driver.py")
 
 # One either side of the interleave, of a CPU block (128) and of an effective block (256), chunk ends, and long ones.
@@ -66,17 +66,26 @@ class Engine:
             arguments["cp_kv_cache_interleave_size"] = self.interleave
             arguments["dcp_comm_backend"] = self.comm
         if self.is_on_gpu:
-            # All ranks share one GPU: its memory profile sees the other ranks, and peer access has no peer.
-            arguments |= {
-                "worker_cls": "one_gpu.OneGPUWorker",
-                "distributed_executor_backend": "mp",
-                "disable_custom_all_reduce": True,
-                "kv_cache_memory_bytes": 1 << 30,
-            }
+            arguments |= gpu_arguments(self.tp)
         for name in ("max_num_batched_tokens", "block_size", "dtype"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
         return {**arguments, **dict(self.extra)}
+
+
+def gpu_arguments(tp: int) -> dict[str, Any]:
+    """What an engine on CUDA devices needs, where there may be fewer devices than ranks."""
+    import torch
+
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30}
+    if torch.cuda.device_count() < tp:
+        # Ranks share devices: a memory profile sees the other ranks, and peer access has no peer.
+        arguments |= {
+            "worker_cls": "one_gpu.OneGPUWorker",
+            "distributed_executor_backend": "mp",
+            "disable_custom_all_reduce": True,
+        }
+    return arguments
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         num_reqs = common.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         if common.max_query_len <= 1:
-            rows = StepRows(num_reqs, num_reqs, *(common.num_actual_tokens,) * 3, 0)
+            rows = StepRows(num_reqs, num_reqs, starts[-1], starts[-1], starts[-1], 0)
         else:
             rows = sort_rows(starts, common.seq_lens_cpu_upper_bound[:num_reqs].tolist())
         fill_local_lens_triton(

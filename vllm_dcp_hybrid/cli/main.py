@@ -159,3 +159,7 @@ def demo(
         port=port,
     )
     raise typer.Exit(run_demo(options, Console()))
+
+
+if __name__ == "__main__":
+    app()
