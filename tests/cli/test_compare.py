@@ -54,8 +54,17 @@ def test_what_is_no_number_is_never_within_bounds(part: str) -> None:
 
 def test_bounds_hold_for_prompt_and_answer_apart() -> None:
     many = tuple([-1.0] * 1000)
-    one, other = generation({5: -0.1}, prompt=many), generation({5: -0.25}, prompt=many)
+    one = generation(*[{5: -0.1}] * 32, prompt=many)
+    other = generation(*[{5: -0.25}] * 32, prompt=many)
+    assert mean((*compare(one, other).prompt, *compare(one, other).generated)) < 0.1
     assert not compare(one, other).is_within(BOUNDS["bfloat16"])
+
+
+def test_few_tokens_have_a_maximum_and_no_mean() -> None:
+    bounds = BOUNDS["bfloat16"]
+    assert bounds.hold_for([0.5])
+    assert not bounds.hold_for([0.5] * 16)
+    assert not bounds.hold_for([1.1])
 
 
 def test_means_of_nothing_are_0() -> None:

@@ -58,6 +58,20 @@ def test_failed_start_names_the_cause_and_shows_the_log(tmp_path: Path) -> None:
     assert str(tmp_path / "log") in text
 
 
+def test_words_about_errors_are_no_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = Server(FAKE, port=1, log=log, environment={})
+    log.write_text(
+        "WARNING 11-29 15:18:01 [a.py:1] Found ulimit of 20000. This can cause errors like `OSError: too many files`.\n"
+        "(EngineCore pid=1) ERROR 11-29 15:18:01 [core.py:1] pydantic_core.ValidationError: 1 validation error\n"
+        "(EngineCore pid=1) ERROR 11-29 15:18:01 [core.py:1]   Assertion failed, 3 does not divide 128\n"
+        "(EngineCore pid=1) ERROR 11-29 15:18:01 [core.py:1] \n"
+        "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    cause = server.diagnosis().splitlines()[0]
+    assert cause == "Cause: pydantic_core.ValidationError: 1 validation error Assertion failed, 3 does not divide 128"
+
+
 def test_stubborn_processes_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_SECONDS_TO_STOP", 1.0)
     with start(tmp_path, "--stubborn") as server:

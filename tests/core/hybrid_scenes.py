@@ -113,7 +113,7 @@ def engine_config(
     kind: str = "qwen3-next",
 ) -> Any:
     """A real `VllmConfig` as the engine core has it once block sizes are aligned."""
-    config = copy.deepcopy(_base_config(kind, dcp, mode == "align", budget))
+    config = copy.deepcopy(_base_config(kind, dcp, mode != "none", budget))
     config.cache_config.block_size = block_size
     config.cache_config.mamba_cache_mode = mode
     config.cache_config.num_gpu_blocks = num_blocks

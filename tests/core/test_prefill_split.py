@@ -172,9 +172,23 @@ def test_the_examples_of_targets(
     split: Callable[..., int], dcp: int, length: int, budget: int, ends: list[int]
 ) -> None:
     """TARGETS 5.4."""
+    assert chunk_ends(split, fake_scheduler(dcp=dcp), length, budget) == ends
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("dcp", "ends"), [(1, [1904, 2720, 3000]), (2, [1632, 2176, 3000]), (4, [1088, 3000])])
+def test_with_an_eagle_drafter_no_chunk_is_cut_for_a_state_that_is_dropped(
+    split: Callable[..., int], dcp: int, ends: list[int]
+) -> None:
+    """The lookup drops the last block, so the last state that can be hit is one scheduler block earlier."""
+    assert chunk_ends(split, fake_scheduler(dcp=dcp, use_eagle=True), 3000, 2048) == ends
+
+
+def chunk_ends(split: Callable[..., int], scheduler: SimpleNamespace, length: int, budget: int) -> list[int]:
+    """Where the chunks of a prompt end that has all of every step's budget."""
     request, found = fake_request(length), []
     while request.num_computed_tokens < length:
         wanted = min(budget, length - request.num_computed_tokens)
-        request.num_computed_tokens += split(fake_scheduler(dcp=dcp), request, wanted)
+        request.num_computed_tokens += split(scheduler, request, wanted)
         found.append(request.num_computed_tokens)
-    assert found == ends
+    return found

@@ -97,7 +97,7 @@ def test_the_v2_runner_is_refused(build: Build, vllm_engine: Any, monkeypatch: p
     """Stock itself refuses it without Triton, as on a CPU; where stock would run it, we refuse it."""
     config = build()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises((UnsupportedFeature, ValueError), match="(?i)V2 model runner|model runner V2"):
+    with pytest.raises((UnsupportedFeature, ValueError), match=r"(?i)V2 model runner|model runner V2"):
         build()
     monkeypatch.setattr(vllm_engine.config.VllmConfig, "use_v2_model_runner", True)
     with pytest.raises(UnsupportedFeature, match=r"The V2 model runner.*unset VLLM_USE_V2_MODEL_RUNNER"):

@@ -12,29 +12,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# A mean over fewer tokens is little steadier than a single one.
+_FEWEST_FOR_A_MEAN = 16
+
 
 @dataclass(frozen=True)
 class Bounds:
     """How far apart log-probabilities may lie.
 
     Attributes:
-        mean: of each request, over its prompt's tokens and over its generated ones.
+        mean: over the prompt's tokens of a request, and over its generated ones, where they are not too few.
         maximum: of any token.
-        reason: where the noise comes from.
+        reason: where the noise comes from, and how large it and a fault are in comparison.
     """
 
     mean: float
     maximum: float
     reason: str
 
+    def hold_for(self, differences: Sequence[float]) -> bool:
+        """Whether these differences keep to the bounds."""
+        has_good_mean = len(differences) < _FEWEST_FOR_A_MEAN or mean(differences) <= self.mean
+        return has_good_mean and largest(differences) <= self.maximum
 
+
+_NOISE = "Noise: DCP adds partial softmax sums in another order"
+_FAULT = "a wrong half of the context moves the mean by 1 or more, one wrong token of 1,403 by 0.15"
+
+# Measured with the models of this package, Qwen3-Next in bfloat16 and LFM2 in float32, on vLLM 0.25.1.
 BOUNDS = {
-    "float32": Bounds(0.01, 0.01, "float32: DCP adds partial softmax sums in another order, which moves the last bits"),
+    "float32": Bounds(0.01, 0.01, f"{_NOISE}, which float32 hardly shows; for scale, {_FAULT}."),
     "bfloat16": Bounds(
         0.1,
         1.0,
-        "bfloat16 keeps 8 bits: DCP adds partial softmax sums in another order, and random weights amplify the "
-        "rounding (TP 1 against TP 2 of such a model, without DCP, differs by 0.03 in the mean and up to 1.0)",
+        f"{_NOISE}, and bfloat16 keeps 8 bits; for scale, TP 1 and TP 2 without DCP differ by 0.05 in the mean and "
+        f"0.25 at most, {_FAULT}.",
     ),
 }
 
@@ -77,9 +89,7 @@ class Agreement:
 
     def is_within(self, bounds: Bounds) -> bool:
         """Whether both parts keep to the bounds."""
-        return all(
-            mean(part) <= bounds.mean and largest(part) <= bounds.maximum for part in (self.prompt, self.generated)
-        )
+        return bounds.hold_for(self.prompt) and bounds.hold_for(self.generated)
 
 
 def parse_choice(choice: dict[str, Any], prompt: Sequence[int]) -> Generation:

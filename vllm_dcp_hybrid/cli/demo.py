@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import tempfile
 import time
@@ -175,15 +176,15 @@ class Demo:
                 num_key_value_heads=options.num_kv_heads,
                 dtype=dtype,
             )
-        _say(
-            self.console,
-            f"random weights, {dtype}, {NUM_QUERY_HEADS} query heads, {options.num_kv_heads} KV head(s)",
-        )
+        heads = f"{options.num_kv_heads} KV head{'s' if options.num_kv_heads > 1 else ''}"
+        _say(self.console, f"random weights, {dtype}, {NUM_QUERY_HEADS} query heads, {heads}")
         runs = self.serve(kind, model, dtype, options.dcp_size), self.serve(kind, model, dtype, 1)
         is_good = print_report(runs, BOUNDS["float32" if dtype == "float32" else "bfloat16"], self.console)
         if options.keep:
             results = {"kind": kind, "dtype": dtype, "agree": is_good, "runs": [asdict(run) for run in runs]}
             (self.directory / f"{model.name}.results.json").write_text(json.dumps(results, indent=1) + "\n")
+        elif not is_good:
+            _say(self.console, "Run it again with --keep DIR to keep the models, the logs and all numbers.")
         return is_good
 
     def serve(self, kind: str, model: Path, dtype: str, dcp_size: int) -> ServerRun:
@@ -285,8 +286,15 @@ def _working_directory(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
         return
-    with tempfile.TemporaryDirectory(prefix="vllm-dcp-hybrid-demo-") as name:
-        yield Path(name)
+    directory = Path(tempfile.mkdtemp(prefix="vllm-dcp-hybrid-demo-"))
+    try:
+        yield directory
+    except ServerFailed:
+        raise  # whose message names a log in it
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    shutil.rmtree(directory)
 
 
 @contextlib.contextmanager

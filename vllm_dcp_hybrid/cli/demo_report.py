@@ -65,17 +65,17 @@ def print_report(runs: tuple[ServerRun, ServerRun], bounds: Bounds, console: Con
     first = compare_all(runs[0].first, runs[1].first)
     again = compare_all(runs[0].again or (), runs[1].again or ())
     console.print("\n", agreement_table(first, again, runs[0].dcp_size, bounds), "\n", memory_table(runs), "\n", sep="")
-    differences = [difference for row in (*first, *again) for difference in (*row.prompt, *row.generated)]
-    is_good = all(row.is_within(bounds) for row in (*first, *again))
-    verdict = "AGREE" if is_good else "DISAGREE"
-    console.print(
-        Text(
-            f"{verdict}: over {len(differences):,} tokens DCP {runs[0].dcp_size} and DCP 1 differ by "
-            f"{compare.mean(differences):.5f} in the mean and {compare.largest(differences):.5f} at most.",
-            "bold green" if is_good else "bold red",
-        )
+    rows = [*first, *again]
+    scored = [difference for row in rows for difference in row.prompt]
+    generated = [difference for row in rows for difference in row.generated]
+    is_good = all(row.is_within(bounds) for row in rows) and bounds.hold_for(scored) and bounds.hold_for(generated)
+    everything = [*scored, *generated]
+    numbers = (
+        f"over {len(everything):,} tokens DCP {runs[0].dcp_size} and DCP 1 differ by "
+        f"{compare.mean(everything):.5f} in the mean and {compare.largest(everything):.5f} at most."
     )
-    limits = f"Bounds: mean {bounds.mean:g} for each request, {bounds.maximum:g} for each token. {bounds.reason}."
+    console.print(Text(f"AGREE: {numbers}", "bold green") if is_good else Text(f"DISAGREE: {numbers}", "bold red"))
+    limits = f"Bounds: mean {bounds.mean:g}, single token {bounds.maximum:g}. {bounds.reason}"
     console.print(Text(limits, "dim"))
     return is_good
 
@@ -93,7 +93,7 @@ def agreement_table(first: Sequence[Agreement], again: Sequence[Agreement], dcp_
     table.add_column("\nmax", justify="right")
     table.add_column("generated\nmean", justify="right")
     table.add_column("\nmax", justify="right")
-    table.add_column("greedy tokens", justify="left")
+    table.add_column("greedy\nequal", justify="right")
     for name, rows in (("", first), (", again", again)):
         for row in rows:
             prompt = _mean_and_largest(row.prompt) if row.prompt else ("", "")
@@ -107,8 +107,13 @@ def agreement_table(first: Sequence[Agreement], again: Sequence[Agreement], dcp_
     num_equal = sum(row.first_difference is None for row in (*first, *again))
     num_prompt = sum(len(row.prompt) for row in first)
     num_generated = sum(len(row.generated) for row in (*first, *again))
-    caption = f"{num_prompt:,} prompt and {num_generated:,} generated tokens compared; greedy text equal in {num_equal}"
-    table.caption = f"{caption} of {len(first) + len(again)}"
+    caption = (
+        f"{num_prompt:,} prompt and {num_generated:,} generated tokens compared, up to the first greedy difference; "
+        f"greedy text equal in {num_equal} of {len(first) + len(again)} requests."
+    )
+    if again:
+        caption += " Again: with the prompts in the prefix cache."
+    table.caption = caption
     table.caption_justify = "left"
     return table
 
@@ -119,8 +124,8 @@ def _mean_and_largest(differences: Sequence[float]) -> tuple[str, str]:
 
 def _greedy(row: Agreement) -> str:
     if row.first_difference is None:
-        return f"all {row.num_generated} equal"
-    return f"first {row.first_difference} of {row.num_generated} equal"
+        return f"all {row.num_generated}"
+    return f"first {row.first_difference}"
 
 
 def memory_table(runs: Sequence[ServerRun]) -> Table:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 15
 # "(Worker_TP0 pid=1) INFO 11-29 15:18:01 [file.py:12] text", of which only the text fits a terminal.
 _LOG_PREFIX = re.compile(r"^(\([^)]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
-_CAUSE = re.compile(r"\b\w*(Error|Exception|NotApplied|WorldSize|Spec|Attention|LSE|Feature): \S")
+# The last line of a traceback; refusals of this package are named after what is wrong.
+_CAUSE = re.compile(r"^(vllm_dcp_hybrid\.[\w.]+|[\w.]*(Error|Exception)): \S")
 # What the outer processes say about any failure of an inner one.
 _SYMPTOMS = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause above")
 
@@ -133,10 +135,8 @@ class Server:
     def diagnosis(self) -> str:
         """The cause, where the log names one, and the last lines of the log."""
         lines = _tail(self.log)
-        causes = [line for line in lines if _CAUSE.search(line) and not any(text in line for text in _SYMPTOMS)]
-        parts = [f"Cause: {_LOG_PREFIX.sub('', causes[0]).strip()}"] if causes else []
         shown = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-        return "\n".join([*parts, f"The end of its log ({self.log}):", shown or "  (empty)"])
+        return f"{_cause(lines)}The end of its log, {self.log}:\n{shown or '  (empty)'}"
 
 
 def last_line(log: Path) -> str:
@@ -145,6 +145,17 @@ def last_line(log: Path) -> str:
         text = _LOG_PREFIX.sub("", line).strip()
         if text:
             return text
+    return ""
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """The first exception that is no consequence of another, as a paragraph; empty where there is none."""
+    texts = [_LOG_PREFIX.sub("", line).strip() for line in lines]
+    for place, text in enumerate(texts):
+        if _CAUSE.match(text) and not any(symptom in text for symptom in _SYMPTOMS):
+            # Some messages have more lines; a blank one, or another traceback, ends them.
+            more = itertools.takewhile(lambda line: line and "Traceback" not in line, texts[place + 1 : place + 3])
+            return "Cause: " + " ".join([text, *more]) + "\n"
     return ""
 
 

@@ -110,7 +110,7 @@ def group_geometry(
     member = _representative(spec)
     is_recurrent = isinstance(member, specs.MambaSpec)
     # The page of a group whose layers differ in shape is that of all of them together.
-    num_pages = 1 if member is spec else len(layers)
+    num_pages = len(getattr(spec, "kv_cache_specs", ())) or 1
     return GroupGeometry(
         placement=placement,
         block_size=spec.block_size,

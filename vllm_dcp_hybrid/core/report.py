@@ -62,7 +62,7 @@ def log_geometry(role: str, kv_cache_config: Any, vllm_config: Any, sizes: tuple
         activation.interleave_size(vllm_config),
         describe_groups(geometry),
         agreed,
-        f"{geometry.kv_token_capacity(kv_cache_config.num_blocks, max_len):,}",
+        format(geometry.kv_token_capacity(kv_cache_config.num_blocks, max_len), ","),
         kv_cache_config.num_blocks,
         geometry.blocks_per_request(max_len),
         max_len,
