@@ -206,7 +206,7 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         releases=_BEFORE_UPSTREAM,
         why="the interleave runs over allocation blocks (vllm#51031), recurrent groups have no slots, and stock "
         "refuses a sharded mapping on CPUs",
-        until="0.29.0",
+        until="vLLM maps sharded slots on CPUs; on GPUs 0.26.0",
     ),
     Patch(
         name="fresh-recurrent-state",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals: one class each, whose sentence says what, why and what to do.
 
-All are raised before the weights load.
+All are raised before the weights load.  (Stock's own checks of the interleave and of ``align`` mode come later, when
+the block size is known.)
 """
 
 from __future__ import annotations
@@ -95,6 +96,6 @@ class PluginNotApplied(DCPHybridError):
     """``--enable-plugin dcp_hybrid`` was given, and the plugin cannot do its work."""
 
     template = (
-        "--enable-plugin {name} was given, but the plugin is not in effect: {reason}. Remove the flag to run stock "
-        "vLLM, or {remedy}."
+        "The plugin {name} is demanded (--enable-plugin or require_plugin), but it is not in effect: {reason}. "
+        "Drop the demand to run stock vLLM, or {remedy}."
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one answer per KV cache group: everything that follows from where its tokens live.
 
-The scheduler side and the worker side both ask a :class:`GroupGeometry`; no other module multiplies or divides by the
-DCP size.  Integers only: the adapter that reads vLLM's specs is :mod:`vllm_dcp_hybrid.core.kv_cache_specs`.
+The scheduler side and the worker side both ask a :class:`GroupGeometry`; no other module scales a block, a row or a
+length by the DCP size.  Integers only: the adapter that reads vLLM's specs is
+:mod:`vllm_dcp_hybrid.core.kv_cache_specs`.
 """
 
 from __future__ import annotations

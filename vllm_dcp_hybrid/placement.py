@@ -67,14 +67,15 @@ def largest_dcp_world_size(tp_size: int, num_kv_heads: int, num_query_heads: int
     """The largest legal DCP size for a model at this tensor-parallel size; 1 where DCP is not possible.
 
     DCP splits the copies of a KV head over the ranks that would hold one each, so ``n`` may not exceed the number of
-    copies, must divide the TP size, and must divide the query heads that share a KV head (the gathered query heads of
-    one DCP group all read the same KV head).  MLA has one latent KV head that every rank would copy.
+    copies, must divide the TP size, and must divide the query heads that share a KV head.  It must also divide the
+    number of copies: a DCP group is a run of neighbouring ranks, and all of them must hold the same KV head.  MLA has
+    one latent KV head that every rank would copy.
 
-    Source: ``ModelConfig.verify_with_parallel_config`` and ``ParallelConfig`` of vLLM 0.25.1.
+    Source: ``ModelConfig.verify_with_parallel_config`` and ``ParallelConfig`` of vLLM 0.25.1, which lack the last rule.
     """
     if is_mla:
         return max(1, tp_size)
     copies = tp_size // max(1, num_kv_heads)
     query_heads_per_kv_head = num_query_heads // max(1, num_kv_heads)
-    legal = [n for n in range(1, copies + 1) if tp_size % n == 0 and query_heads_per_kv_head % n == 0]
+    legal = [n for n in range(1, copies + 1) if copies % n == 0 and query_heads_per_kv_head % n == 0]
     return max(legal, default=1) if tp_size > num_kv_heads else 1

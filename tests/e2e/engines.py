@@ -129,6 +129,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._runs: dict[Engine, Run] = {}
+        self._num_started = 0
 
     def model(self, engine: Engine) -> Path:
         """The engine's tiny checkpoint, made where it does not exist."""
@@ -151,7 +152,8 @@ class Engines:
         return self._runs[engine]
 
     def _start(self, engine: Engine, work: list[dict[str, Any]]) -> Run:
-        stem = self.directory / f"run{len(self._runs)}"
+        self._num_started += 1
+        stem = self.directory / f"run{self._num_started}"
         environment = self._environment(engine)
         spec = {
             "model": str(self.model(engine)),

@@ -54,7 +54,7 @@ def test_case_30_without_the_plugin_stock_refuses_in_its_own_words(
 @pytest.mark.parametrize(
     ("switch", "sentence"),
     [
-        ({"DCP_HYBRID": "0"}, "the plugin is not in effect: DCP_HYBRID=0 is set in the environment"),
+        ({"DCP_HYBRID": "0"}, "it is not in effect: DCP_HYBRID=0 is set in the environment"),
         ({"VLLM_PLUGINS": ""}, "unrecognized arguments: --enable-plugin"),
     ],
     ids=["kill-switch", "filtered-out"],

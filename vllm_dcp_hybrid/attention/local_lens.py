@@ -91,18 +91,18 @@ if HAS_TRITON:
     _jit: Callable[[Any], Any] = triton.jit(do_not_specialize=["num_reqs", "num_decodes", "max_num_reqs"])
 
     @_jit
-    def _fill_local_lens_kernel(
-        seq_lens_ptr: Any,
-        query_start_loc_ptr: Any,
-        into_ptr: Any,
-        num_reqs: Any,
-        num_decodes: Any,
-        max_num_reqs: Any,
+    def _fill_local_lens_kernel(  # type: ignore[no-untyped-def]  # Triton decides the types at the launch
+        seq_lens_ptr,  # [num_reqs]
+        query_start_loc_ptr,  # [num_reqs + 1]
+        into_ptr,  # [max_num_reqs]
+        num_reqs,
+        num_decodes,
+        max_num_reqs,
         NUM_RANKS: tl.constexpr,  # noqa: N803  # constexpr parameters are UPPER by convention
         RANK: tl.constexpr,  # noqa: N803
         INTERLEAVE: tl.constexpr,  # noqa: N803
         TILE: tl.constexpr,  # noqa: N803
-    ) -> None:
+    ):
         row = tl.program_id(0) * TILE + tl.arange(0, TILE)
         is_live = row < num_reqs
         seq_len = tl.load(seq_lens_ptr + row, mask=is_live, other=0)

@@ -2,7 +2,7 @@
 """Functions that vLLM 0.26 has in ``vllm.v1.worker.cp_utils``, by the same names, for older releases.
 
 They answer questions that this package asks of its plan (:mod:`vllm_dcp_hybrid.attention.plan`), in upstream's terms,
-so that code and tests written for 0.26 run against the plugin.  The FlashAttention engine uses them too.
+so that code and tests written for 0.26 run against the plugin.
 """
 
 from __future__ import annotations

@@ -150,12 +150,14 @@ def last_line(log: Path) -> str:
 
 def _cause(lines: Sequence[str]) -> str:
     """The first exception that is no consequence of another, as a paragraph; empty where there is none."""
-    texts = [_LOG_PREFIX.sub("", line).strip() for line in lines]
+    prefixes = [_LOG_PREFIX.match(line)[0] for line in lines]  # type: ignore[index]  # it matches any line
+    texts = [line[len(prefix) :].strip() for line, prefix in zip(lines, prefixes, strict=True)]
     for place, text in enumerate(texts):
         if _CAUSE.match(text) and not any(symptom in text for symptom in _SYMPTOMS):
-            # Some messages have more lines; a blank one, or another traceback, ends them.
-            more = itertools.takewhile(lambda line: line and "Traceback" not in line, texts[place + 1 : place + 3])
-            return "Cause: " + " ".join([text, *more]) + "\n"
+            # Some messages go on in the same log entry, up to a blank line.
+            entry = itertools.takewhile(lambda later: prefixes[later] == prefixes[place], range(place + 1, len(lines)))
+            more = itertools.takewhile(bool, (texts[later] for later in itertools.islice(entry, 2)))
+            return " ".join(["Cause:", text, *more]) + "\n"
     return ""
 
 

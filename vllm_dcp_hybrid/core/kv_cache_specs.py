@@ -52,15 +52,15 @@ def place(spec: specs.KVCacheSpec, layer: str = "(unnamed)") -> Placement:
         UnplacedSpec: for a kind that neither a plugin nor a built-in rule places.
     """
     answer = hooks.plugin_manager().hook.dcp_placement(spec=spec)
-    if answer is not None:
-        return Placement(answer)
-    answer = builtin_placement(spec)
+    answer = builtin_placement(spec) if answer is None else Placement(answer)
     if answer is None:
         for cls in type(spec).__mro__:
             for name, kind, why in _NOT_YET:
                 if cls.__name__ == name:
                     raise UnsupportedSpec(layer=layer, kind=kind, why=why)
         raise UnplacedSpec(layer=layer, spec=f"{type(spec).__module__}.{type(spec).__qualname__}")
+    if answer is Placement.NONE and not isinstance(spec, specs.EncoderOnlyAttentionSpec):
+        raise UnsupportedSpec(layer=layer, kind="a cache that stores nothing", why="vLLM gives it blocks all the same")
     if answer is Placement.SHARDED:
         _refuse_windows_in_disguise(spec, layer)
     return answer
@@ -149,11 +149,12 @@ def scheduler_kv_cache_config(kv_cache_config: Any, dcp_world_size: int) -> Any:
     With it, and a DCP size of 1, stock's managers, hash views and lookups count right by themselves.  Only the
     scheduler's own objects may see it: page sizes of a scaled spec are meaningless.
     """
-    groups = []
-    for group in kv_cache_config.kv_cache_groups:
+
+    def scaled(group: Any) -> Any:
         spec = group.kv_cache_spec
-        placement = place(spec, layer=group.layer_names[0] if group.layer_names else "(unnamed)")
-        shards = dcp_world_size if placement is Placement.SHARDED else 1
-        effective = spec.block_size * shards
-        groups.append(group if shards == 1 else replace(group, kv_cache_spec=replace(spec, block_size=effective)))
-    return replace(kv_cache_config, kv_cache_groups=groups)
+        geometry = group_geometry(spec, dcp_world_size=dcp_world_size, layer_names=group.layer_names)
+        if not geometry.is_sharded:
+            return group
+        return replace(group, kv_cache_spec=replace(spec, block_size=geometry.effective_block_size))
+
+    return replace(kv_cache_config, kv_cache_groups=[scaled(group) for group in kv_cache_config.kv_cache_groups])

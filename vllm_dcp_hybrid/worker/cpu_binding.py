@@ -52,9 +52,10 @@ def binding_for(vllm_config: Any) -> str | None:
         return None
     # One logical CPU per physical core, as stock chooses on x86.
     cores = {(cpu.numa_node, cpu.physical_core): cpu.id for cpu in cpu_resource_utils.get_allowed_cpu_list()}
+    in_order_of_node = [cores[place] for place in sorted(cores)]
     first = (parallel_config.data_parallel_rank_local or 0) * num_ranks
     # Stock slices the list by data-parallel rank, so it must cover all ranks up to this one's last.
-    return "|".join(divide_cores(sorted(cores.values()), first + num_ranks))
+    return "|".join(divide_cores(in_order_of_node, first + num_ranks))
 
 
 def divide_cores(cores: Sequence[int], num_ranks: int) -> list[str]:

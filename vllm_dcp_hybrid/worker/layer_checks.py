@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_dcp_hybrid import activation
 from vllm_dcp_hybrid.core import kv_cache_specs
-from vllm_dcp_hybrid.errors import BackendWithoutLSE, UnsupportedAttention
+from vllm_dcp_hybrid.errors import BackendWithoutLSE, UnsupportedAttention, UnsupportedSpec
 from vllm_dcp_hybrid.placement import Placement
 
 
@@ -33,8 +33,22 @@ def check_layers(vllm_config: Any) -> None:
         if not isinstance(layer, AttentionLayerBase):
             continue
         spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is not None and kv_cache_specs.place(spec, layer=name) is Placement.SHARDED:
+        if spec is None:
+            continue
+        placement = kv_cache_specs.place(spec, layer=name)
+        has_attention = getattr(layer, "impl", None) is not None
+        if placement is Placement.SHARDED:
+            if not has_attention:
+                raise UnsupportedSpec(
+                    layer=name, kind="a sharded cache without an attention backend", why="nothing combines the shards"
+                )
             check_sharded_attention(name, layer)
+        elif placement is Placement.REPLICATED and has_attention:
+            raise UnsupportedSpec(
+                layer=name,
+                kind="attention that is whole on every rank",
+                why="this version's attention backends read sharded caches only",
+            )
 
 
 def check_sharded_attention(name: str, layer: Any) -> None:
@@ -43,9 +57,12 @@ def check_sharded_attention(name: str, layer: Any) -> None:
     Raises:
         BackendWithoutLSE, UnsupportedAttention.
     """
+    from vllm.platforms import current_platform
+
     impl = layer.impl
     if not impl.need_to_return_lse_for_decode:
-        raise BackendWithoutLSE(layer=name, backend=layer.get_attn_backend().get_name(), alternative="FLASH_ATTN")
+        alternative = "CPU_ATTN" if current_platform.is_cpu() else "FLASH_ATTN"
+        raise BackendWithoutLSE(layer=name, backend=layer.get_attn_backend().get_name(), alternative=alternative)
     if getattr(impl, "sinks", None) is not None:
         raise UnsupportedAttention(
             layer=name, feature="attention sinks", why="every rank would count the sink once in its own softmax"
@@ -53,4 +70,8 @@ def check_sharded_attention(name: str, layer: Any) -> None:
     if getattr(impl, "alibi_slopes", None) is not None:
         raise UnsupportedAttention(
             layer=name, feature="ALiBi", why="its bias would be taken from positions within one rank's shard"
+        )
+    if getattr(impl, "kv_sharing_target_layer_name", None) is not None:
+        raise UnsupportedAttention(
+            layer=name, feature="another layer's KV cache", why="its own new keys are not at hand to attend to"
         )
