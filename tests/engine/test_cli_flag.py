@@ -135,4 +135,7 @@ def test_case_30_left_out_by_vllm_plugins_the_command_line_itself_is_refused() -
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "unrecognized arguments: --enable-plugin dcp_hybrid" in done.stderr
-    assert "REFUSED --enable-plugin dcp_hybrid was given, but the plugin is not in effect" in done.stdout
+    assert (
+        "REFUSED The plugin dcp_hybrid is demanded (--enable-plugin or require_plugin), but it is not in effect"
+        in done.stdout
+    )
