@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_dcp_hybrid.engine.checks import check_config, check_world_size
-from vllm_dcp_hybrid.errors import IllegalWorldSize, UnsupportedFeature
+from vllm_dcp_hybrid.engine import checks
+from vllm_dcp_hybrid.engine.checks import check_config, check_shared_memory, check_world_size
+from vllm_dcp_hybrid.errors import IllegalWorldSize, SharedMemoryTooSmall, UnsupportedFeature
 
 
 def model(num_query_heads: int, num_kv_heads: int, *, use_mla: bool = False) -> Any:
@@ -151,11 +152,30 @@ def test_an_unsupported_feature_says_what_why_and_what_to_do(
 
 
 def test_the_table_above_covers_every_feature_that_is_refused() -> None:
-    from vllm_dcp_hybrid.engine import checks
-
     refused = [feature for feature, *_ in checks._unsupported(config())]
     assert len(refused) == len(REFUSALS)
     assert all(any(name.startswith(feature) for name in refused) for _, feature, _ in REFUSALS)
+
+
+@pytest.mark.parametrize(("num_ranks", "needed_mib"), [(1, 36), (2, 40), (8, 64)])
+def test_case_31_a_small_dev_shm_says_how_much_it_has_and_how_much_is_needed(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, needed_mib: int
+) -> None:
+    """CASES 31: CPU ranks exchange data through it; containers have 64 MiB unless told otherwise."""
+
+    def pretend(free_mib: int) -> None:
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=free_mib * 2**20))
+
+    pretend(needed_mib)
+    check_shared_memory(num_ranks)
+    pretend(needed_mib - 1)
+    message = f"^/dev/shm has {needed_mib - 1} MiB free and {num_ranks} CPU ranks need {needed_mib} MiB .*--shm-size"
+    with pytest.raises(SharedMemoryTooSmall, match=message):
+        check_shared_memory(num_ranks)
+    # GPU ranks exchange nothing that way.
+    check_config(config())
+    with pytest.raises(SharedMemoryTooSmall):
+        check_config(config(device_config__device_type="cpu", parallel_config__world_size=num_ranks))
 
 
 def test_a_refusal_crosses_process_boundaries() -> None:

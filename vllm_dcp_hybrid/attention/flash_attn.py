@@ -231,8 +231,11 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
         if self.is_fp8:
             num_tokens, num_heads, head_size = query.shape
             quantised, _ = _custom_ops.scaled_fp8_quant(query.reshape(num_tokens, -1), layer._q_scale)
-            query = quantised.view(num_tokens, num_heads, head_size)
+            # As bytes, which every version of NCCL knows.
+            query = quantised.view(torch.uint8).view(num_tokens, num_heads, head_size)
         queries = exchange.gather_query_heads(query, get_dcp_group())
+        if self.is_fp8:
+            queries = queries.view(current_platform.fp8_dtype())
         out = torch.empty(queries.shape, dtype=output_dtype, device=queries.device)
         spans = [(0, rows.num_exchange_reqs)]
         if should_split_fa2_dcp_context_attention(

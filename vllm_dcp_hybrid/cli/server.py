@@ -142,22 +142,27 @@ class Server:
 def last_line(log: Path) -> str:
     """The last line of a log that says something, without its prefix."""
     for line in reversed(_tail(log)):
-        text = _LOG_PREFIX.sub("", line).strip()
+        _, text = _split(line)
         if text:
             return text
     return ""
 
 
+def _split(line: str) -> tuple[str, str]:
+    """(prefix, text) of a line of vLLM's log."""
+    text = _LOG_PREFIX.sub("", line)
+    return line.removesuffix(text).strip(), text.strip()
+
+
 def _cause(lines: Sequence[str]) -> str:
     """The first exception that is no consequence of another, as a paragraph; empty where there is none."""
-    prefixes = [_LOG_PREFIX.match(line)[0] for line in lines]  # type: ignore[index]  # it matches any line
-    texts = [line[len(prefix) :].strip() for line, prefix in zip(lines, prefixes, strict=True)]
-    for place, text in enumerate(texts):
+    entries = [_split(line) for line in lines]
+    for place, (prefix, text) in enumerate(entries):
         if _CAUSE.match(text) and not any(symptom in text for symptom in _SYMPTOMS):
             # Some messages go on in the same log entry, up to a blank line.
-            entry = itertools.takewhile(lambda later: prefixes[later] == prefixes[place], range(place + 1, len(lines)))
-            more = itertools.takewhile(bool, (texts[later] for later in itertools.islice(entry, 2)))
-            return " ".join(["Cause:", text, *more]) + "\n"
+            more = entries[place + 1 : place + 3]
+            same = itertools.takewhile(lambda entry, prefix=prefix: entry[0] == prefix and entry[1], more)  # type: ignore[misc]
+            return " ".join(["Cause:", text, *(entry[1] for entry in same)]) + "\n"
     return ""
 
 
