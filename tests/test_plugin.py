@@ -162,14 +162,18 @@ vllm.__version__ = "0.99.0"
 attempt("unknown")
 vllm.__version__ = version
 
-def load_changed(version):
-    release = load_release(version)
-    target = "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split"
-    record = dataclasses.replace(release.records[target], digest="0" * 32)
-    return dataclasses.replace(release, records={**release.records, target: record}, file_digests={})
+def drift(target):
+    def load_changed(version):
+        release = load_release(version)
+        record = dataclasses.replace(release.records[target], digest="0" * 32)
+        return dataclasses.replace(release, records={**release.records, target: record}, file_digests={})
 
-patching.load_release = load_changed
+    patching.load_release = load_changed
+
+drift("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split")
 attempt("drifted")
+drift("vllm.engine.arg_utils:EngineArgs.from_cli_args")
+attempt("entry_drifted")
 patching.load_release = load_release
 
 somebody_else = types.ModuleType("somebody_else")
@@ -312,6 +316,13 @@ def test_case_28_a_drifted_target_stops_all_of_the_feature_and_is_named(refusals
     assert not facts["is_applied"]
     assert facts["marked"] == sorted(patch.name for patch in ENTRY_PATCHES)
     assert facts["added"] == []
+
+
+def test_case_30_without_the_entry_nothing_else_is_applied(refusals: dict[str, Any]) -> None:
+    """CASES 30: what could not say why it is not in effect must not be in effect."""
+    facts = refusals["entry_drifted"]
+    assert "EngineArgs.from_cli_args at vllm/engine/arg_utils.py" in facts["refusal"]
+    assert (facts["is_applied"], facts["marked"], facts["added"], facts["fingerprint"]) == (False, [], [], "none")
 
 
 def test_case_30_somebody_elses_patch_stops_all_of_the_feature_and_is_named(refusals: dict[str, Any]) -> None:

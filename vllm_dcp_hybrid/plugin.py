@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 from dataclasses import dataclass
 
+from packaging.version import InvalidVersion
+
 from vllm_dcp_hybrid import __version__, patching
 from vllm_dcp_hybrid.declarations import ENTRY_PATCHES, FEATURE_PATCHES
 
@@ -81,6 +83,8 @@ def _apply(patches: tuple[patching.Patch, ...], version: str) -> tuple[patching.
         applied = patching.apply(patches, package="vllm", version=version, owner=OWNER, release_file=release_file)
     except patching.PatchError as error:
         return None, str(error)
+    except InvalidVersion:
+        return None, str(patching.UnknownRelease("vllm", version))
     return applied, None
 
 

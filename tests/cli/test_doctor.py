@@ -117,11 +117,11 @@ def test_build_whose_vllm_command_cannot_start_is_told_the_other_way(
         raise installed.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(installed.metadata, "version", only_cpu)
-    assert "python -m vllm.entrypoints.openai.api_server" in run("doctor").text
+    assert "python -m vllm_dcp_hybrid.cli.stock serve" in run("doctor").text
     vllm = installed.find_vllm()
     assert vllm is not None
     assert vllm.is_cpu_build
-    assert vllm.serve_command("M")[2:] == ["vllm.entrypoints.openai.api_server", "--model", "M"]
+    assert vllm.serve_command("M")[2:] == ["vllm_dcp_hybrid.cli.stock", "serve", "M"]
 
 
 def test_json_holds_every_finding(run: Callable, recorded_vllm: Path, model: Path) -> None:

@@ -70,7 +70,9 @@ class Engine:
         for name in ("max_num_batched_tokens", "block_size", "dtype"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
-        return {**arguments, **dict(self.extra)}
+        # Objects are written as JSON, since an engine is a key.
+        extra = {name: json.loads(value) if str(value).startswith("{") else value for name, value in self.extra}
+        return {**arguments, **extra}
 
 
 def gpu_arguments(tp: int) -> dict[str, Any]:

@@ -26,9 +26,9 @@ STOCK_REFUSAL = "Hybrid KV cache groups with multiple block sizes do not support
 
 
 def serve(engine: Engine, model: Path, *flags: str) -> list[str]:
-    """The command line of a server."""
+    """`vllm serve`, started so that it also runs where the CPU wheel keeps its command from starting."""
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *(sys.executable, "-m", "vllm_dcp_hybrid.cli.stock", "serve", str(model)),
         *tiny_models.serve_arguments(engine.kind),
         *("-tp", str(engine.tp), "-dcp", str(engine.dcp), "--enforce-eager", "--max-model-len", "4096"),
         *("--host", "127.0.0.1", *flags),

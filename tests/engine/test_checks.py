@@ -31,6 +31,8 @@ def model(num_query_heads: int, num_kv_heads: int, *, use_mla: bool = False) -> 
         (16, 8, 4, 2, "each of its 8 KV heads is stored on 1 rank", "use -dcp 1, or -tp 16 or more."),
         (8, 4, 4, 2, "each of its 4 KV heads is stored on 1 rank", "use -dcp 1, or -tp 8 or more."),
         (9, 1, 3, 2, "2 does not divide 3", "use -dcp 3."),
+        # Ranks 2 and 3 of 6 would be one group and hold unequal KV heads; stock allows it.
+        (12, 2, 6, 2, "2 does not divide the 3 ranks that store the same KV head", "use -dcp 3."),
         (7, 1, 3, 2, "2 does not divide 3", "Use -dcp 1."),
     ],
 )
@@ -55,8 +57,11 @@ def test_case_07_latent_kv_may_be_split_over_the_whole_tensor_parallel_group() -
 
 
 @pytest.mark.contract
-def test_case_07_exactly_what_stock_refuses_is_refused_and_what_is_named_is_stocks_largest(vllm_engine: Any) -> None:
-    """CASES 7: against `ModelConfig.verify_with_parallel_config` and the rule of `ParallelConfig`, over all sizes."""
+def test_case_07_what_stock_refuses_is_refused_and_what_is_named_is_legal_for_stock(vllm_engine: Any) -> None:
+    """CASES 7: against `ModelConfig.verify_with_parallel_config` and the rule of `ParallelConfig`, over all sizes.
+
+    One rule is ours: a DCP group is a run of neighbouring ranks, all of which hold the same KV head.
+    """
 
     def stock_allows(shape: Any, tp: int, dcp: int) -> bool:
         parallel = SimpleNamespace(
@@ -79,7 +84,11 @@ def test_case_07_exactly_what_stock_refuses_is_refused_and_what_is_named_is_stoc
                 for use_mla in (False, True):
                     shape = model(query_heads, kv_heads, use_mla=use_mla)
                     shape.multimodal_config = None
-                    legal = [dcp for dcp in range(1, tp + 1) if stock_allows(shape, tp, dcp)]
+                    legal = [
+                        dcp
+                        for dcp in range(1, tp + 1)
+                        if stock_allows(shape, tp, dcp) and (use_mla or dcp == 1 or tp // kv_heads % dcp == 0)
+                    ]
                     for dcp in range(2, tp + 2):
                         if dcp in legal:
                             check_world_size(shape, tp_size=tp, dcp_size=dcp)

@@ -75,7 +75,7 @@ class TestOtherPlugins:
 
     def test_an_unknown_one_is_refused_and_the_known_ones_are_named(self, vllm_engine: Any) -> None:
         with pytest.raises(
-            PluginNotApplied, match=r"--enable-plugin typo .*not installed \(installed: dcp_hybrid, other"
+            PluginNotApplied, match=r"plugin typo is demanded.*not installed \(installed: dcp_hybrid, other"
         ):
             parse(vllm_engine, "--enable-plugin", "typo")
 

@@ -5,11 +5,12 @@ set -uo pipefail
 out=${1:?where the logs go}
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONUNBUFFERED=1 DCP_TEST_ENGINE_LIMIT_S=${DCP_TEST_ENGINE_LIMIT_S:-240}
-groups=(${GROUPS_TO_RUN:-kernels graphs-ag_rs-cached-lfm2 eager fp8 chunk512 qwen3 T4N4})
+groups=(${GROUPS_TO_RUN:-kernels graphs-ag_rs-cached-lfm2 a2a-I16 eager-fa2 fp8 qwen3})
 pids=()
 for group in "${groups[@]}"; do
   case $group in
     kernels) select=(-k "not parity") ;;
+    a2a-I16) select=(-k "parity and a2a and I16") ;;
     graphs-ag_rs-cached-lfm2) select=(-k "parity and lfm2-graphs-ag_rs-cached") ;;
     *) select=(-k "parity and $group") ;;
   esac

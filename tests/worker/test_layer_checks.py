@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_dcp_hybrid.errors import BackendWithoutLSE, UnplacedSpec, UnsupportedAttention, UnsupportedSpec
+from vllm_dcp_hybrid.placement import Placement
 from vllm_dcp_hybrid.worker.layer_checks import check_layers, check_sharded_attention, initialize_model
 
 pytestmark = pytest.mark.contract
@@ -55,25 +56,50 @@ def test_a_hybrid_of_full_attention_and_recurrent_layers_passes(scenes: Any, mak
     check_layers(config_with(scenes, layers))
 
 
-def test_a_backend_without_the_lse_is_named_and_an_alternative_too(scenes: Any, make_layer: Any) -> None:
+@pytest.mark.parametrize(("is_cpu", "alternative"), [(True, "CPU_ATTN"), (False, "FLASH_ATTN")], ids=["cpu", "gpu"])
+def test_a_backend_without_the_lse_is_named_and_an_alternative_too(
+    scenes: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch, is_cpu: bool, alternative: str
+) -> None:
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: is_cpu, raising=False)
     layer = make_layer(scenes.attention_spec(), impl(need_to_return_lse_for_decode=False))
     with pytest.raises(BackendWithoutLSE) as caught:
         check_layers(config_with(scenes, {"model.layers.3.attn": layer}))
     message = str(caught.value)
     assert "Layer model.layers.3.attn runs on the attention backend FLEX_ATTENTION" in message
-    assert "--attention-backend FLASH_ATTN" in message
+    assert f"--attention-backend {alternative}" in message
     assert "-dcp 1" in message
 
 
 @pytest.mark.parametrize(
     ("changes", "feature"),
-    [({"sinks": object()}, "attention sinks"), ({"alibi_slopes": object()}, "ALiBi")],
-    ids=["sinks", "alibi"],
+    [
+        ({"sinks": object()}, "attention sinks"),
+        ({"alibi_slopes": object()}, "ALiBi"),
+        ({"kv_sharing_target_layer_name": "layers.1"}, "another layer's KV cache"),
+    ],
+    ids=["sinks", "alibi", "kv_sharing"],
 )
 def test_attention_that_would_be_wrong_over_a_shard_is_refused(changes: dict[str, Any], feature: str) -> None:
     layer = SimpleNamespace(impl=impl(**changes))
     with pytest.raises(UnsupportedAttention, match=f"^Layer l uses {feature}, which would be wrong .* because "):
         check_sharded_attention("l", layer)
+
+
+def test_attention_that_a_plugin_places_whole_on_every_rank_has_no_backend_yet(
+    scenes: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenes.adapter, "place", lambda spec, layer: Placement.REPLICATED)
+    with pytest.raises(UnsupportedSpec, match=r"^Layer l uses attention that is whole on every rank"):
+        check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), impl())}))
+    # Recurrent layers are exactly that, without attention.
+    check_layers(config_with(scenes, {"l": make_layer(scenes.recurrent_spec(), None)}))
+
+
+def test_a_sharded_cache_without_attention_is_refused(scenes: Any, make_layer: Any) -> None:
+    with pytest.raises(UnsupportedSpec, match=r"^Layer l uses a sharded cache without an attention backend"):
+        check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), None)}))
 
 
 def test_an_unplaced_or_waiting_spec_is_refused_with_the_name_of_its_layer(scenes: Any, make_layer: Any) -> None:

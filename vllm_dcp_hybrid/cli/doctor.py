@@ -154,8 +154,8 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
                 (
                     "vllm command",
                     "cannot start: stock reads the metadata of a distribution named vllm, and this one is "
-                    f"{vllm.distribution}. Use `python -m vllm.entrypoints.openai.api_server --model M` for "
-                    "`vllm serve M`; all flags are the same.",
+                    f"{vllm.distribution}. Use `python -m vllm_dcp_hybrid.cli.stock serve M ...`, which runs stock's "
+                    "command with that question answered.",
                 )
             )
     facts += [

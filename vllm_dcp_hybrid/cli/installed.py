@@ -50,7 +50,7 @@ class InstalledVLLM:
         """The beginning of a command line that serves `model` with this interpreter's vLLM."""
         if self.has_vllm_command:
             return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [sys.executable, "-m", "vllm_dcp_hybrid.cli.stock", "serve", model]
 
 
 def find_vllm() -> InstalledVLLM | None:

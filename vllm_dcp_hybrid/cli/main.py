@@ -44,11 +44,11 @@ def _print_version(is_asked_for: bool) -> None:
         raise typer.Exit
 
 
-def _known_kinds(kinds: list[str]) -> list[str]:
+def _known_kinds(kinds: list[str]) -> tuple[str, ...]:
     for kind in kinds:
         if kind not in HYBRID_KINDS:
-            raise typer.BadParameter(f"{kind!r} is none of {', '.join(HYBRID_KINDS)}")
-    return list(dict.fromkeys(kinds))
+            raise typer.BadParameter(f"{kind!r} is none of {', '.join(HYBRID_KINDS)}", param_hint="--model-kind")
+    return tuple(dict.fromkeys(kinds))
 
 
 @app.callback()
@@ -86,7 +86,7 @@ def doctor(
     from vllm_dcp_hybrid.cli.doctor import run_doctor
 
     if dcp is not None and tp is None:
-        raise typer.BadParameter("-dcp needs -tp: the legal sizes follow from it")
+        raise typer.BadParameter("it needs -tp, from which the legal sizes follow", param_hint="-dcp")
     raise typer.Exit(run_doctor(model, tp_size=tp, dcp_size=dcp, as_json=as_json, console=Console()))
 
 
@@ -113,9 +113,7 @@ def record(
 def demo(
     model_kind: Annotated[
         list[str],
-        typer.Option(
-            "--model-kind", callback=_known_kinds, help=f"One of {', '.join(HYBRID_KINDS)}. May be given several times."
-        ),
+        typer.Option("--model-kind", help=f"One of {', '.join(HYBRID_KINDS)}. May be given several times."),
     ] = ["qwen3-next"],  # noqa: B006 - typer copies it
     tp: Annotated[int, typer.Option("-tp", "--tensor-parallel-size", min=1, help="Ranks.")] = 2,
     dcp: Annotated[
@@ -148,7 +146,7 @@ def demo(
     from vllm_dcp_hybrid.cli.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        kinds=tuple(model_kind),
+        kinds=_known_kinds(model_kind),
         tp_size=tp,
         dcp_size=dcp,
         interleave=interleave,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -159,10 +158,13 @@ def _cause(lines: Sequence[str]) -> str:
     entries = [_split(line) for line in lines]
     for place, (prefix, text) in enumerate(entries):
         if _CAUSE.match(text) and not any(symptom in text for symptom in _SYMPTOMS):
-            # Some messages go on in the same log entry, up to a blank line.
-            more = entries[place + 1 : place + 3]
-            same = itertools.takewhile(lambda entry, prefix=prefix: entry[0] == prefix and entry[1], more)  # type: ignore[misc]
-            return " ".join(["Cause:", text, *(entry[1] for entry in same)]) + "\n"
+            # Some messages go on for a few lines of the same log entry, up to a blank one.
+            parts = ["Cause:", text]
+            for next_prefix, next_text in entries[place + 1 : place + 3]:
+                if next_prefix != prefix or not next_text:
+                    break
+                parts.append(next_text)
+            return " ".join(parts) + "\n"
     return ""
 
 
