@@ -217,6 +217,7 @@ def simulate(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, Batc
             monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
         monkeypatch.setattr(cpu, "get_dcp_group", lambda: CURRENT.group)
         monkeypatch.setattr(cpu.exchange, "dist", collectives)
+        monkeypatch.setattr(cpu.exchange, "MAX_ROUND_BYTES", 64 * 2**20)
         results: list[Any] = [None] * sizes.dcp
         errors: list[BaseException] = []
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,8 @@ def gpu_arguments(tp: int) -> dict[str, Any]:
     """What an engine on CUDA devices needs, where there may be fewer devices than ranks."""
     import torch
 
-    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30}
+    # Engines may run side by side: none claims most of the device.
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
     if torch.cuda.device_count() < tp:
         # Ranks share devices: a memory profile sees the other ranks, and peer access has no peer.
         arguments |= {
@@ -131,7 +134,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._runs: dict[Engine, Run] = {}
-        self._num_started = 0
+        self._numbers = itertools.count(1)
 
     def model(self, engine: Engine) -> Path:
         """The engine's tiny checkpoint, made where it does not exist."""
@@ -153,9 +156,13 @@ class Engines:
             self._runs[engine] = self._start(engine, list(work or phases(engine)))
         return self._runs[engine]
 
+    def run_side_by_side(self, *engines: Engine) -> list[Run]:
+        """The answers of several engines, started together: for machines with cores and memory for all of them."""
+        with ThreadPoolExecutor(len(engines)) as pool:
+            return list(pool.map(self.run, engines))
+
     def _start(self, engine: Engine, work: list[dict[str, Any]]) -> Run:
-        self._num_started += 1
-        stem = self.directory / f"run{self._num_started}"
+        stem = self.directory / f"run{next(self._numbers)}"
         environment = self._environment(engine)
         spec = {
             "model": str(self.model(engine)),

@@ -38,6 +38,8 @@ def vllm_engine() -> Any:
 @pytest.fixture(scope="session")
 def build(vllm_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """A real `VllmConfig` for a tiny model: 8 query heads, 1 KV head, TP 4, DCP 2 unless told otherwise."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     from vllm_dcp_hybrid.tiny_models import engine_arguments, make_tiny_model
 
     folder: Path = tmp_path_factory.mktemp("models")
@@ -48,7 +50,13 @@ def build(vllm_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         )
         sizes = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
         everything = {**engine_arguments(kind), **sizes, **arguments}
-        return vllm_engine.EngineArgs(model=str(model), **everything).create_engine_config()
+        # vLLM puts its own configurations into the registry of transformers, for the whole process.
+        registered = dict(CONFIG_MAPPING._extra_content)
+        try:
+            return vllm_engine.EngineArgs(model=str(model), **everything).create_engine_config()
+        finally:
+            CONFIG_MAPPING._extra_content.clear()
+            CONFIG_MAPPING._extra_content.update(registered)
 
     return build
 

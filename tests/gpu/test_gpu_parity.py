@@ -52,10 +52,8 @@ def everything(run: Run) -> list[dict]:
 
 @pytest.mark.parametrize("engine", CASES)
 def test_engines_differ_by_no_more_than_tensor_parallel_sizes_do(engines: Engines, engine: Engine) -> None:
-    ours = engines.run(engine)
-    expected = engines.run(oracle(engine))
+    ours, expected, tp1 = engines.run_side_by_side(engine, oracle(engine), replace(oracle(engine), tp=1))
     gap = difference(everything(ours), everything(expected))
-    tp1 = engines.run(replace(oracle(engine), tp=1))
     bound = difference(everything(tp1), everything(expected))
     print(f"\nDCP {engine.dcp}: {gap}\nTP 1 against TP {engine.tp}: {bound}")
     assert gap.mean <= bound.mean
@@ -65,11 +63,11 @@ def test_engines_differ_by_no_more_than_tensor_parallel_sizes_do(engines: Engine
 def test_fp8_cache_is_no_further_from_bfloat16_than_stocks_own(engines: Engines) -> None:
     """Without DCP stock also reads a chunk's own tokens from the FP8 cache; here they are still in bfloat16."""
     ours = replace(LFM2, dcp=2, extra=FP8)
-    gap, exact = everything(engines.run(ours)), everything(engines.run(LFM2))
-    stocks = difference(everything(engines.run(oracle(ours))), exact)
-    print(f"\nFP8 with DCP 2: {difference(gap, exact)}\nFP8 with DCP 1: {stocks}")
-    assert difference(gap, exact).mean <= stocks.mean
-    assert difference(gap, exact).largest <= 2 * stocks.largest
+    sharded, whole, exact = map(everything, engines.run_side_by_side(ours, oracle(ours), LFM2))
+    gap, stocks = difference(sharded, exact), difference(whole, exact)
+    print(f"\nFP8 with DCP 2: {gap}\nFP8 with DCP 1: {stocks}")
+    assert gap.mean <= stocks.mean
+    assert gap.largest <= 2 * stocks.largest
 
 
 @pytest.mark.parametrize("engine", [case for case in CASES if case.values[0].prefix_caching])

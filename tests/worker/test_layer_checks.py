@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 
 from vllm_dcp_hybrid.errors import BackendWithoutLSE, UnplacedSpec, UnsupportedAttention, UnsupportedSpec
 from vllm_dcp_hybrid.placement import Placement
-from vllm_dcp_hybrid.worker.layer_checks import check_layers, check_sharded_attention, initialize_model
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def checks(scenes: Any) -> Any:
+    """The module under test, which imports vLLM."""
+    return importlib.import_module("vllm_dcp_hybrid.worker.layer_checks")
 
 
 def impl(**changes: Any) -> Any:
@@ -44,7 +50,7 @@ def config_with(scenes: Any, layers: dict[str, Any], dcp: int = 2) -> Any:
     return config
 
 
-def test_a_hybrid_of_full_attention_and_recurrent_layers_passes(scenes: Any, make_layer: Any) -> None:
+def test_a_hybrid_of_full_attention_and_recurrent_layers_passes(scenes: Any, checks: Any, make_layer: Any) -> None:
     """Recurrent layers have no attention implementation at all."""
     layers = {
         "layers.0": make_layer(scenes.recurrent_spec(), None),
@@ -53,19 +59,19 @@ def test_a_hybrid_of_full_attention_and_recurrent_layers_passes(scenes: Any, mak
         "encoder": make_layer(None, impl(need_to_return_lse_for_decode=False)),
         "moe": object(),
     }
-    check_layers(config_with(scenes, layers))
+    checks.check_layers(config_with(scenes, layers))
 
 
 @pytest.mark.parametrize(("is_cpu", "alternative"), [(True, "CPU_ATTN"), (False, "FLASH_ATTN")], ids=["cpu", "gpu"])
 def test_a_backend_without_the_lse_is_named_and_an_alternative_too(
-    scenes: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch, is_cpu: bool, alternative: str
+    scenes: Any, checks: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch, is_cpu: bool, alternative: str
 ) -> None:
     import vllm.platforms
 
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: is_cpu, raising=False)
     layer = make_layer(scenes.attention_spec(), impl(need_to_return_lse_for_decode=False))
     with pytest.raises(BackendWithoutLSE) as caught:
-        check_layers(config_with(scenes, {"model.layers.3.attn": layer}))
+        checks.check_layers(config_with(scenes, {"model.layers.3.attn": layer}))
     message = str(caught.value)
     assert "Layer model.layers.3.attn runs on the attention backend FLEX_ATTENTION" in message
     assert f"--attention-backend {alternative}" in message
@@ -81,40 +87,44 @@ def test_a_backend_without_the_lse_is_named_and_an_alternative_too(
     ],
     ids=["sinks", "alibi", "kv_sharing"],
 )
-def test_attention_that_would_be_wrong_over_a_shard_is_refused(changes: dict[str, Any], feature: str) -> None:
+def test_attention_that_would_be_wrong_over_a_shard_is_refused(
+    checks: Any, changes: dict[str, Any], feature: str
+) -> None:
     layer = SimpleNamespace(impl=impl(**changes))
     with pytest.raises(UnsupportedAttention, match=f"^Layer l uses {feature}, which would be wrong .* because "):
-        check_sharded_attention("l", layer)
+        checks.check_sharded_attention("l", layer)
 
 
 def test_attention_that_a_plugin_places_whole_on_every_rank_has_no_backend_yet(
-    scenes: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch
+    scenes: Any, checks: Any, make_layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scenes.adapter, "place", lambda spec, layer: Placement.REPLICATED)
     with pytest.raises(UnsupportedSpec, match=r"^Layer l uses attention that is whole on every rank"):
-        check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), impl())}))
+        checks.check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), impl())}))
     # Recurrent layers are exactly that, without attention.
-    check_layers(config_with(scenes, {"l": make_layer(scenes.recurrent_spec(), None)}))
+    checks.check_layers(config_with(scenes, {"l": make_layer(scenes.recurrent_spec(), None)}))
 
 
-def test_a_sharded_cache_without_attention_is_refused(scenes: Any, make_layer: Any) -> None:
+def test_a_sharded_cache_without_attention_is_refused(scenes: Any, checks: Any, make_layer: Any) -> None:
     with pytest.raises(UnsupportedSpec, match=r"^Layer l uses a sharded cache without an attention backend"):
-        check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), None)}))
+        checks.check_layers(config_with(scenes, {"l": make_layer(scenes.attention_spec(), None)}))
 
 
-def test_an_unplaced_or_waiting_spec_is_refused_with_the_name_of_its_layer(scenes: Any, make_layer: Any) -> None:
+def test_an_unplaced_or_waiting_spec_is_refused_with_the_name_of_its_layer(
+    scenes: Any, checks: Any, make_layer: Any
+) -> None:
     window = scenes.specs.SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=64, dtype=scenes.torch.bfloat16, sliding_window=64
     )
     with pytest.raises(UnsupportedSpec, match=r"^Layer layers\.1 uses sliding-window attention"):
-        check_layers(config_with(scenes, {"layers.1": make_layer(window, impl())}))
+        checks.check_layers(config_with(scenes, {"layers.1": make_layer(window, impl())}))
     unknown = scenes.specs.KVCacheSpec(block_size=16)
     with pytest.raises(UnplacedSpec, match=r"^Layer layers\.2 has a KV cache of type"):
-        check_layers(config_with(scenes, {"layers.2": make_layer(unknown, impl())}))
+        checks.check_layers(config_with(scenes, {"layers.2": make_layer(unknown, impl())}))
 
 
 def test_the_check_runs_once_the_model_is_built_and_only_where_the_plugin_is_active(
-    scenes: Any, make_layer: Any
+    scenes: Any, checks: Any, make_layer: Any
 ) -> None:
     layers = {"l": make_layer(scenes.attention_spec(), impl(need_to_return_lse_for_decode=False))}
     built = []
@@ -123,7 +133,7 @@ def test_the_check_runs_once_the_model_is_built_and_only_where_the_plugin_is_act
         built.append(vllm_config)
         return "model"
 
-    assert initialize_model(original, None, (config_with(scenes, layers, dcp=1),), {}) == "model"
+    assert checks.initialize_model(original, None, (config_with(scenes, layers, dcp=1),), {}) == "model"
     with pytest.raises(BackendWithoutLSE):
-        initialize_model(original, None, (), {"vllm_config": config_with(scenes, layers)})
+        checks.initialize_model(original, None, (), {"vllm_config": config_with(scenes, layers)})
     assert len(built) == 2
