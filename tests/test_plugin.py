@@ -350,3 +350,21 @@ def test_case_28_a_patch_that_somebody_overwrote_later_is_not_in_use(refusals: d
     assert "'config-world-size'" in problem
     assert "config-world-size" not in refusals["still_in_use"]
     assert len(FEATURE_PATCHES) > len(refusals["still_in_use"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("filter_value", "expected"),
+    [(None, "{'mine': 1, 'dcp_hybrid': {'required': True}}"), ("others", "VLLM_PLUGINS leaves it out")],
+    ids=["loaded", "filtered-out"],
+)
+def test_the_python_api_demands_the_plugin_as_the_readme_says(filter_value: str | None, expected: str) -> None:
+    """`require_plugin()` is evaluated before vLLM itself has loaded any plugin."""
+    code = "from vllm import LLM; import vllm_dcp_hybrid; print(vllm_dcp_hybrid.require_plugin({'mine': 1}))"
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    if filter_value is not None:
+        environment["VLLM_PLUGINS"] = filter_value
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    assert expected in done.stdout + done.stderr
+    assert (done.returncode == 0) == (filter_value is None)

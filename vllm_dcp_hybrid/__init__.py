@@ -41,7 +41,11 @@ def require_plugin(additional_config: dict[str, Any] | None = None) -> dict[str,
     Raises:
         PluginNotApplied: if ``VLLM_PLUGINS``, the kill switch or the installed vLLM keep the plugin from working.
     """
+    from vllm.plugins import load_general_plugins
+
     from vllm_dcp_hybrid.engine import cli_flag, config
 
+    # vLLM loads plugins when it builds its engine arguments, which is after this call; loading twice changes nothing.
+    load_general_plugins()
     config.check_in_effect()
     return cli_flag.with_options(additional_config, required=True)

@@ -85,6 +85,8 @@ def _apply(patches: tuple[patching.Patch, ...], version: str) -> tuple[patching.
         return None, str(error)
     except InvalidVersion:
         return None, str(patching.UnknownRelease("vllm", version))
+    except (OSError, ValueError) as error:
+        return None, f"its release file for vLLM {version} cannot be read: {error}; reinstall vllm-dcp-hybrid."
     return applied, None
 
 

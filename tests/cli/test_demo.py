@@ -83,7 +83,7 @@ def test_little_shared_memory_is_status_2_with_the_remedy(run: Callable, fake_de
     fake_demo(machine=replace(ROOMY, shm_free=8 * MIB))
     outcome = run("demo")
     assert outcome.status == 2
-    assert "/dev/shm has 8 MiB free of 64, and an engine of 2 ranks needs 24" in outcome.text
+    assert "/dev/shm has 8 MiB free of 64, and an engine of 2 ranks needs 40" in outcome.text
     assert "--shm-size" in outcome.text
 
 

@@ -24,7 +24,7 @@ DRIVER = Path(__file__).with_name("driver.py")
 
 # One either side of the interleave, of a CPU block (128) and of an effective block (256), chunk ends, and long ones.
 LENGTHS = (1, 2, 3, 5, 16, 17, 127, 129, 255, 256, 257, 700, 1403, 1500)
-REPEATED = (1377, 3000)
+REPEATED = (1377, 3000, 1632)
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -133,10 +133,10 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "Returning routed experts",
         "drop --enable-return-routed-experts",
     ),
-    ({"parallel_config__enable_dbo": True}, "Dual-batch overlap", "drop --enable-dbo"),
+    ({"parallel_config__enable_dbo": True}, "Dual-batch overlap", "drop --enable-dbo and --ubatch-size"),
     (
         {"device_config__device_type": "cpu", "cache_config__cache_dtype": "fp8_e5m2"},
-        "An FP8 KV cache on a CPU",
+        "A quantised KV cache on a CPU",
         "use --kv-cache-dtype auto",
     ),
 ]

@@ -77,7 +77,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     },
     "Returning routed experts": {"enable_return_routed_experts": True},
-    "An FP8 KV cache on a CPU": {"kv_cache_dtype": "fp8"},
+    "A quantised KV cache on a CPU": {"kv_cache_dtype": "fp8"},
 }
 
 

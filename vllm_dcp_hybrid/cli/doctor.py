@@ -176,7 +176,10 @@ def print_advice(advice: dict[str, Any], console: Console) -> None:
         f"\n[bold]{advice['architecture']}[/]: {advice['num_query_heads']} query heads, {heads}", highlight=False
     )
     if not advice["is_hybrid"]:
-        console.print("Not a hybrid model: the plugin stays dormant, and DCP is stock vLLM's.", highlight=False)
+        console.print(
+            "No recurrent layers that this command knows: unless vLLM finds it hybrid, the plugin stays dormant.",
+            highlight=False,
+        )
     layers = Table("layers", "kind", "under DCP", show_edge=False)
     for row in advice["layers"]:
         layers.add_row(str(row["count"]), row["kind"], row["placement"])

@@ -8,11 +8,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_dcp_hybrid.engine import checks
+
 MIB = 1 << 20
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM's CPU communicator maps 4 MiB for each rank (8.2 MiB were measured for two); the rest is room for messages.
-_SHM_PER_RANK = 4 * MIB
-_SHM_FOR_MESSAGES = 16 * MIB
+_SHM_PER_RANK = checks.SHM_MIB_PER_RANK * MIB
+_SHM_FOR_MESSAGES = checks.SHM_MIB_FOR_QUEUES * MIB
 
 
 @dataclass(frozen=True)

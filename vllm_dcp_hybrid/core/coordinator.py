@@ -20,7 +20,8 @@ def get_kv_cache_coordinator(
     """Wraps vLLM's factory of this name.
 
     A single group, and DCP 1, are stock's business.  With several groups and DCP, stock either asserts (prefix
-    caching on) or scales every group's block size, recurrent ones too (off), so nothing that works is changed.
+    caching on) or scales every group's block size, recurrent ones too (off), so nothing that works is changed.  The
+    factory is not told the configuration; where the plugin is dormant, the engine has stopped before it gets here.
     """
     dcp_world_size = kwargs.get("dcp_world_size", 1)
     kv_cache_config = kwargs.get("kv_cache_config")

@@ -38,9 +38,11 @@ def mamba_block_aligned_split(
         chunk = wrapped(*args, **kwargs)
     if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
         return chunk
-    last_kept = request.num_tokens // scheduler_block * scheduler_block
     if instance.use_eagle:
-        last_kept = max(last_kept - scheduler_block, 0)
+        last_kept = max(request.num_tokens // scheduler_block * scheduler_block - scheduler_block, 0)
+    else:
+        # A repeat must compute its last token, so a state of the whole prompt can never serve it.
+        last_kept = (request.num_tokens - 1) // scheduler_block * scheduler_block
     return end_on_boundary(start, chunk, scheduler_block, last_kept)
 
 

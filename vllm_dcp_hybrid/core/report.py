@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 from vllm_dcp_hybrid import activation, plugin
@@ -41,6 +42,20 @@ def log_activation(role: str, vllm_config: Any) -> None:
         activation.dcp_world_size(vllm_config),
         activation.interleave_size(vllm_config),
         vllm_config.parallel_config.dcp_comm_backend,
+    )
+
+
+@cache
+def _log_groups(role: str, summary: str, groups: str) -> None:
+    logger.info("%s, %s: %s", summary, role, groups)
+
+
+def log_groups_once(role: str, kv_cache_config: Any, vllm_config: Any) -> None:
+    """The line of a process that builds block tables: once, since vLLM on GPUs also builds them to measure memory."""
+    geometry = kv_cache_specs.cache_geometry(kv_cache_config, vllm_config)
+    size, interleave = activation.dcp_world_size(vllm_config), activation.interleave_size(vllm_config)
+    _log_groups(
+        role, plugin.status().summary(), f"DCP size {size}, interleave {interleave}; {describe_groups(geometry)}"
     )
 
 

@@ -12,6 +12,7 @@ from vllm_dcp_hybrid import placement
 from vllm_dcp_hybrid.errors import IllegalWorldSize, SharedMemoryTooSmall, UnsupportedFeature
 
 _MIB = 1024 * 1024
+_PLAIN_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
 SHM_MIB_PER_RANK = 4
 SHM_MIB_FOR_QUEUES = 32
 
@@ -119,13 +120,13 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, Callable[[], bool], st
     )
     yield (
         "Dual-batch overlap",
-        lambda: bool(getattr(parallel, "enable_dbo", False)),
+        lambda: bool(getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False)),
         "two half batches in flight would share one rank's collectives",
-        "drop --enable-dbo",
+        "drop --enable-dbo and --ubatch-size",
     )
     yield (
-        "An FP8 KV cache on a CPU",
-        lambda: _is_cpu(vllm_config) and str(vllm_config.cache_config.cache_dtype).startswith("fp8"),
+        "A quantised KV cache on a CPU",
+        lambda: _is_cpu(vllm_config) and str(vllm_config.cache_config.cache_dtype) not in _PLAIN_CACHE_DTYPES,
         "the CPU engine that returns the LSE stores keys and values unquantised",
         "use --kv-cache-dtype auto",
     )

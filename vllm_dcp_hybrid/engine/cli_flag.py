@@ -44,7 +44,17 @@ def from_cli_args(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
 
 
 def with_options(additional_config: Any, **options: Any) -> dict[str, Any]:
-    """A copy of ``additional_config`` with this plugin's entry extended."""
+    """A copy of ``additional_config`` with this plugin's entry extended.
+
+    Raises:
+        PluginNotApplied: if it is an object that nothing can be added to.
+    """
+    if additional_config is not None and not isinstance(additional_config, dict):
+        raise PluginNotApplied(
+            name=activation.PLUGIN_NAME,
+            reason="its switches travel in additional_config, which is no dictionary here",
+            remedy="give additional_config as a dictionary",
+        )
     base = dict(additional_config or {})
     entry = base.get(activation.CONFIG_KEY)
     base[activation.CONFIG_KEY] = {**(entry if isinstance(entry, dict) else {}), **options}

@@ -17,7 +17,7 @@ def create_model_config(
 ) -> Any:
     """Wraps ``EngineArgs.create_model_config``: the first moment at which both the model and the sizes are known."""
     model_config = wrapped(*args, **kwargs)
-    if instance.decode_context_parallel_size > 1 and model_config.is_hybrid and _may_act():
+    if instance.decode_context_parallel_size > 1 and model_config.is_hybrid and _may_act(instance):
         checks.check_world_size(
             model_config,
             tp_size=instance.tensor_parallel_size,
@@ -65,10 +65,11 @@ def check_in_effect() -> None:
     if not status.is_applied:
         raise PluginNotApplied(
             name=activation.PLUGIN_NAME,
-            reason=status.refusal or "register() has not run in this process",
-            remedy="run `vllm-dcp-hybrid doctor` to see which vLLM releases it knows",
+            reason=status.refusal or "vLLM did not load it: VLLM_PLUGINS leaves it out, or it is not installed here",
+            remedy="run `vllm-dcp-hybrid doctor` to see what is missing",
         )
 
 
-def _may_act() -> bool:
-    return plugin.status().is_applied and not activation.switched_off_by_environment()
+def _may_act(engine_args: Any) -> bool:
+    is_off = activation.switched_off_by_environment() or activation.is_switched_off(engine_args)
+    return plugin.status().is_applied and not is_off

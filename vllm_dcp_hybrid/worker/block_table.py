@@ -54,7 +54,7 @@ def may_reinitialize_input_batch(
     if built != list(tables):
         raise RuntimeError(f"vllm-dcp-hybrid: block tables were built for {built}, the KV cache has {list(tables)}")
     if instance.parallel_config.rank == 0:
-        report.log_geometry("worker rank 0", kv_cache_config, vllm_config)
+        report.log_groups_once("worker rank 0", kv_cache_config, vllm_config)
     return result
 
 

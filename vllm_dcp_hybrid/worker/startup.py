@@ -20,12 +20,30 @@ def worker_base_init(
     vllm_config = args[0] if args else kwargs["vllm_config"]
     if activation.is_active(vllm_config):
         register_attention_backends()
+    elif _registered:
+        withdraw_attention_backends()
     wrapped(*args, **kwargs)
+
+
+_BACKENDS = {
+    "CPU_ATTN": "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend",
+    "FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend",
+}
+_registered: set[str] = set()
 
 
 def register_attention_backends() -> None:
     """Put our attention backends under the names by which vLLM selects them; imported when first used."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend")
-    register_backend(AttentionBackendEnum.FLASH_ATTN, "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend")
+    for name, path in _BACKENDS.items():
+        register_backend(AttentionBackendEnum[name], path)
+        _registered.add(name)
+
+
+def withdraw_attention_backends() -> None:
+    """Give the names back, where an earlier worker of this process was active and this one is not."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    while _registered:
+        AttentionBackendEnum[_registered.pop()].clear_override()
