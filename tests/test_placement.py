@@ -57,6 +57,7 @@ def test_one_rank_owns_everything() -> None:
         (4, 1, 6, 2),  # six query heads share the KV head: 4 does not divide them, 2 does
         (6, 2, 12, 3),
         (8, 3, 24, 2),  # each head is on two ranks
+        (5, 2, 16, 1),  # two copies of each head, but 2 does not divide 5
         (6, 2, 4, 1),  # three ranks store the same KV head: groups of two would straddle heads
         (4, 4, 8, 1),
         (2, 8, 8, 1),

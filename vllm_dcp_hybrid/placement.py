@@ -77,5 +77,5 @@ def largest_dcp_world_size(tp_size: int, num_kv_heads: int, num_query_heads: int
         return max(1, tp_size)
     copies = tp_size // max(1, num_kv_heads)
     query_heads_per_kv_head = num_query_heads // max(1, num_kv_heads)
-    legal = [n for n in range(1, copies + 1) if copies % n == 0 and query_heads_per_kv_head % n == 0]
+    legal = [n for n in range(1, copies + 1) if tp_size % n == copies % n == query_heads_per_kv_head % n == 0]
     return max(legal, default=1) if tp_size > num_kv_heads else 1

