@@ -50,7 +50,7 @@ def fake_demo(recorded_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 def test_no_vllm_is_status_2_and_says_how_to_install_one(run: Callable, no_vllm: None) -> None:
     outcome = run("demo")
     assert outcome.status == 2
-    assert "vllm-dcp-hybrid[cpu]" in outcome.text
+    assert "uv run --extra cpu" in outcome.text
 
 
 def test_plugin_that_would_not_be_in_effect_is_status_2(

@@ -36,7 +36,7 @@ def test_no_vllm_is_status_2_and_says_how_to_install_one(run: Callable, no_vllm:
     outcome = run("doctor")
     assert outcome.status == 2
     assert "No vLLM is installed" in outcome.text
-    assert "vllm-dcp-hybrid[cpu]" in outcome.text
+    assert "uv run --extra cpu" in outcome.text
 
 
 def test_directory_without_a_version_is_no_vllm(

@@ -120,7 +120,7 @@ def check_prerequisites(options: DemoOptions, diagnosis: Diagnosis) -> Installed
         raise CannotRun(
             f"this vLLM is a GPU build, and TP {tp_size} needs {tp_size} GPUs, of which {len(machine.gpus)} are "
             "visible. To see it on a CPU, install the CPU build in another environment: "
-            "`uv pip install 'vllm-dcp-hybrid[cpu]'`."
+            "`uv run --extra cpu ...` in a clone."
         )
     problem = machine.shared_memory_problem(tp_size)
     if problem:
