@@ -16,6 +16,7 @@ A package places its own spec class by registering a plugin under the entry poin
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,6 @@ def dcp_placement(spec: Any) -> Placement | None:
 def plugin_manager() -> pluggy.PluginManager:
     """The plugin manager of this process, with the installed plugins loaded."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(__import__(__name__, fromlist=["hooks"]))
+    manager.add_hookspecs(sys.modules[__name__])
     manager.load_setuptools_entrypoints(PROJECT)
     return manager

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,17 @@ def run_limited(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return code, log_path.read_text(errors="replace")
+
+
+def without_dcp(engine: Engine, **changes: Any) -> Engine:
+    """The oracle's beginning: the same model and TP with N = 1, no prefix caching and stock's chunks."""
+    plain = {"dcp": 1, "interleave": 1, "comm": "ag_rs", "prefix_caching": False, "max_num_batched_tokens": None}
+    return replace(engine, **{**plain, **changes})
+
+
+def everything(run: Run) -> list[dict[str, Any]]:
+    """All requests but the prompt of one token that follows others: there stock itself is wrong (GDN, 0.25.1)."""
+    return [request for number, phase in enumerate(run.phases) if number != 2 for request in phase]
 
 
 @dataclass(frozen=True)

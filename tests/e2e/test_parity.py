@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from engines import REPEATED, Engine, Engines, Run, difference
+from engines import REPEATED, Engine, Engines, difference, everything, without_dcp
 
 pytestmark = pytest.mark.e2e
 
@@ -49,22 +49,7 @@ BFLOAT16 = [
 
 def oracle(engine: Engine) -> Engine:
     """The same model and TP without DCP, without prefix caching and with stock's chunks."""
-    return replace(
-        engine,
-        dcp=1,
-        interleave=1,
-        comm="ag_rs",
-        prefix_caching=False,
-        max_num_batched_tokens=None,
-        block_size=None,
-        is_eager=True,
-        environment=(),
-    )
-
-
-def everything(run: Run) -> list[dict]:
-    """All requests but the prompt of one token that follows others: there stock itself is wrong (GDN, 0.25.1)."""
-    return [request for number, phase in enumerate(run.phases) if number != 2 for request in phase]
+    return without_dcp(engine, block_size=None, is_eager=True, environment=())
 
 
 @pytest.mark.parametrize("engine", FLOAT32)

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from engines import REPEATED, Engine, Engines, Run, difference
+from engines import REPEATED, Engine, Engines, difference, everything, without_dcp
 
 pytestmark = pytest.mark.gpu
 
@@ -34,20 +34,7 @@ CASES = [
 
 def oracle(engine: Engine) -> Engine:
     """The same model, TP, graphs and KV dtype without DCP."""
-    return replace(
-        engine,
-        dcp=1,
-        interleave=1,
-        comm="ag_rs",
-        prefix_caching=False,
-        max_num_batched_tokens=None,
-        extra=engine.extra if engine.extra in (FP8, GDN) else (),
-    )
-
-
-def everything(run: Run) -> list[dict]:
-    """All requests but the prompt of one token that follows others (stock's GDN, 0.25.1)."""
-    return [request for number, phase in enumerate(run.phases) if number != 2 for request in phase]
+    return without_dcp(engine, extra=engine.extra if engine.extra in (FP8, GDN) else ())
 
 
 @pytest.mark.parametrize("engine", CASES)

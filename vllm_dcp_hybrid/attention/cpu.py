@@ -105,8 +105,7 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        is_a2a = get_current_vllm_config().parallel_config.dcp_comm_backend == "a2a"
-        self.exchange = exchange.exchange_a2a if is_a2a else exchange.exchange_ag_rs
+        self.exchange = exchange.exchange_by_name(get_current_vllm_config().parallel_config.dcp_comm_backend)
 
     def do_kv_cache_update(
         self,

@@ -17,7 +17,7 @@ communicate from what a rank happens to store. Buffers are fresh in each call: i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,9 @@ MAX_ROUND_BYTES = 64 * 2**20
 
 # Parts of a packed buffer start at multiples of it: float32 views are legal, and element strides stay multiples of 16.
 _ALIGNMENT = 64
+
+
+Exchange = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class DcpGroup(Protocol):
@@ -49,6 +52,11 @@ class PackedPartials(NamedTuple):
     buffer: torch.Tensor  # [N, num_bytes] uint8
     outs: torch.Tensor  # [N, T, h, D], a view of the buffer
     lses: torch.Tensor  # [N, T, h] float32, a view of the buffer
+
+
+def exchange_by_name(dcp_comm_backend: str) -> Exchange:
+    """The exchange that vLLM's `--dcp-comm-backend` names: `ag_rs` or `a2a`."""
+    return {"ag_rs": exchange_ag_rs, "a2a": exchange_a2a}[dcp_comm_backend]
 
 
 def gather_query_heads(q: torch.Tensor, dcp_group: DcpGroup) -> torch.Tensor:

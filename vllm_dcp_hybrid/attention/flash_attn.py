@@ -174,8 +174,7 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
-        is_a2a = vllm_config.parallel_config.dcp_comm_backend == "a2a"
-        self.exchange = exchange.exchange_a2a if is_a2a else exchange.exchange_ag_rs
+        self.exchange = exchange.exchange_by_name(vllm_config.parallel_config.dcp_comm_backend)
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         # New tokens attend to each other in the model's dtype; only queries that read an FP8 cache are quantised, here.
         self.is_fp8 = is_quantized_kv_cache(self.kv_cache_dtype)

@@ -59,24 +59,24 @@ def log_groups_once(role: str, kv_cache_config: Any, vllm_config: Any) -> None:
     )
 
 
-def log_geometry(role: str, kv_cache_config: Any, vllm_config: Any, sizes: tuple[int, int] | None = None) -> None:
-    """The line of a process that knows the KV cache groups.
+def log_geometry(role: str, kv_cache_config: Any, vllm_config: Any, sizes: tuple[int, int]) -> None:
+    """The line of the process that resolves the block sizes.
 
     Args:
-        sizes: (scheduler block, hash block) where this process resolves them.
+        sizes: (scheduler block, hash block).
     """
     geometry = kv_cache_specs.cache_geometry(kv_cache_config, vllm_config)
     max_len = vllm_config.model_config.max_model_len
-    agreed = f"; scheduler block {sizes[0]}, hash block {sizes[1]}" if sizes else ""
     logger.info(
-        "%s, %s: DCP size %d, interleave %d; %s%s; KV tokens expected: %s (%d blocks, %d per request of %d tokens); "
+        "%s, %s: DCP size %d, interleave %d; %s; scheduler block %d, hash block %d; "
+        "KV tokens expected: %s (%d blocks, %d per request of %d tokens); "
         "attention KV %.1f bytes per token and rank, recurrent state %.2f MiB per request and rank",
         plugin.status().summary(),
         role,
         activation.dcp_world_size(vllm_config),
         activation.interleave_size(vllm_config),
         describe_groups(geometry),
-        agreed,
+        *sizes,
         format(geometry.kv_token_capacity(kv_cache_config.num_blocks, max_len), ","),
         kv_cache_config.num_blocks,
         geometry.blocks_per_request(max_len),
