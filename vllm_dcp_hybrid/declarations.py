@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm_dcp_hybrid.patching import Patch
 
 _UPSTREAM = "0.26.0"  # vLLM pull request 40996
-_BEFORE_UPSTREAM = ">=0.25.1,<0.26"
+_BEFORE_UPSTREAM = ">=0.20.2,<0.26"
 _ARGS = "vllm.engine.arg_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TABLE = "vllm.v1.worker.block_table"
