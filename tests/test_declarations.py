@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from vllm_dcp_hybrid import patching, plugin
+from vllm_dcp_hybrid.cli.installed import find_vllm
 from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, FEATURE_PATCHES
 from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceNotFound
 from vllm_dcp_hybrid.patching.patch import check_unique, split_name
 from vllm_dcp_hybrid.patching.release_file import fingerprinted, format_release_file
 
-FINGERPRINTED = sorted({target for patch in ALL_PATCHES for target in fingerprinted(patch)})
-ADDED = [patch for patch in ALL_PATCHES if patch.how == "add"]
+_VLLM = find_vllm()
+_SELECTED = patching.select(ALL_PATCHES, _VLLM.version) if _VLLM else ()
+FINGERPRINTED = sorted({target for patch in _SELECTED for target in fingerprinted(patch)})
+ADDED = [patch for patch in _SELECTED if patch.how == "add"]
 
 contract = pytest.mark.contract
 
@@ -82,12 +85,10 @@ def test_the_release_file_is_what_record_writes_now() -> None:
 
 
 @contract
-def test_also_bound_names_exactly_the_copies_that_a_scan_of_vllm_finds() -> None:
-    wrapped = [patch for patch in selected() if patch.how == "wrap"]
-    found = patching.find_bindings(root(), "vllm", [patch.target for patch in wrapped])
-    assert {patch.target: set(patch.also_bound) for patch in wrapped} == {
-        target: set(names) for target, names in found.items()
-    }
+def test_the_recorded_bindings_are_exactly_the_copies_that_a_scan_of_vllm_finds() -> None:
+    wrapped = [patch.target for patch in selected() if patch.how == "wrap"]
+    found = patching.find_bindings(root(), "vllm", wrapped)
+    assert dict(release_file().bindings) == found
     # Or the comparison could be one of empty sets.
     assert any(found.values())
 
@@ -108,7 +109,8 @@ def test_every_replacement_exists() -> None:
 
 
 def test_the_list_does_not_contradict_itself() -> None:
-    check_unique(ALL_PATCHES, "vllm")
+    for path in patching.release_dir().glob("*.toml"):
+        check_unique(patching.select(ALL_PATCHES, path.stem), "vllm")
     assert ALL_PATCHES == ENTRY_PATCHES + FEATURE_PATCHES
 
 

@@ -15,14 +15,25 @@ from typing import Any
 
 import pytest
 
+from vllm_dcp_hybrid.cli.installed import find_vllm
 from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, FEATURE_PATCHES
+from vllm_dcp_hybrid.patching import select
 
 pytestmark = pytest.mark.contract
+
+_VLLM = find_vllm()
+PATCHES, ENTRY, FEATURE = (
+    select(patches, _VLLM.version) if _VLLM else () for patches in (ALL_PATCHES, ENTRY_PATCHES, FEATURE_PATCHES)
+)
+ADDED = {patch.target for patch in PATCHES if patch.how == "add"}
 
 COMMON = """
 import json, logging, multiprocessing, sys, time
 
+import vllm
+
 FACTS = {}
+VERSION = vllm.__version__
 
 def tell(**facts):
     FACTS.update(facts)
@@ -30,21 +41,32 @@ def tell(**facts):
 def finish():
     print("FACTS " + json.dumps(FACTS), flush=True)
 
+def names():
+    \"\"\"By every name that holds a target in the installed release, the patch.\"\"\"
+    from vllm_dcp_hybrid.declarations import ALL_PATCHES
+    from vllm_dcp_hybrid.patching import select
+    from vllm_dcp_hybrid.patching.release_file import load_release
+
+    bindings = load_release(VERSION).bindings
+    return {
+        text: patch.name
+        for patch in select(ALL_PATCHES, VERSION)
+        for text in (patch.target, *bindings.get(patch.target, ()))
+    }
+
 def marks():
     \"\"\"Which patch each name of each loaded module carries: None for stock, 'absent' for no such name.\"\"\"
-    from vllm_dcp_hybrid.declarations import ALL_PATCHES
     from vllm_dcp_hybrid.patching import mark_of
     from vllm_dcp_hybrid.patching.live import ABSENT, holder_of, own_attribute
     from vllm_dcp_hybrid.patching.patch import split_name
 
     found = {}
-    for patch in ALL_PATCHES:
-        for text in (patch.target, *patch.also_bound):
-            name = split_name(text)
-            if name.module in sys.modules:
-                value = own_attribute(holder_of(name), name.path[-1])
-                mark = mark_of(value)
-                found[text] = "absent" if value is ABSENT else (mark and mark.patch)
+    for text in names():
+        name = split_name(text)
+        if name.module in sys.modules:
+            value = own_attribute(holder_of(name), name.path[-1])
+            mark = mark_of(value)
+            found[text] = "absent" if value is ABSENT else (mark and mark.patch)
     return found
 """
 
@@ -70,7 +92,6 @@ def child(method):
 
 if __name__ == "__main__":
     import importlib
-    import vllm
     import vllm.plugins
 
     before = set(sys.modules)
@@ -80,7 +101,6 @@ if __name__ == "__main__":
     tell(cpu_seconds=time.process_time() - start)
     import torch
     from vllm_dcp_hybrid import plugin
-    from vllm_dcp_hybrid.declarations import ALL_PATCHES
     from vllm_dcp_hybrid.patching.patch import split_name
 
     tell(
@@ -97,13 +117,12 @@ if __name__ == "__main__":
     import vllm_dcp_hybrid.core.kv_cache_specs
     tell(specs_first=[was_loaded, vllm_dcp_hybrid.core.kv_cache_specs.specs.__name__])
     unimportable = {}
-    for patch in ALL_PATCHES:
-        for text in (patch.target, *patch.also_bound):
-            try:
-                importlib.import_module(split_name(text).module)
-            except ImportError as error:
-                unimportable[text] = str(error)
-    tell(unimportable=unimportable)
+    for text in names():
+        try:
+            importlib.import_module(split_name(text).module)
+        except ImportError as error:
+            unimportable[text] = str(error)
+    tell(unimportable=unimportable, names=names())
     marks_once = marks()
     values = {text: id(importlib.import_module(split_name(text).module)) for text in marks_once}
     for _ in range(4):
@@ -131,7 +150,6 @@ REFUSALS = (
     COMMON
     + """
 import dataclasses, types
-import vllm
 from vllm_dcp_hybrid import patching, plugin, register
 from vllm.engine.arg_utils import EngineArgs
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
@@ -150,17 +168,17 @@ def attempt(name):
         "refusal": status.refusal,
         "is_applied": status.is_applied,
         "marked": sorted({mark for mark in marks().values() if mark not in (None, "absent")}),
-        "added": sorted(patch.name for patch in plugin.FEATURE_PATCHES
+        "added": sorted(patch.name for patch in patching.select(plugin.FEATURE_PATCHES, VERSION)
                         if patch.how == "add" and marks().get(patch.target, "absent") != "absent"),
         "warnings": [r.getMessage() for r in records if r.levelno >= logging.WARNING],
         "fingerprint": status.fingerprint,
     }})
     plugin.undo_patches()
 
-version, load_release = vllm.__version__, patching.load_release
+load_release = patching.load_release
 vllm.__version__ = "0.99.0"
 attempt("unknown")
-vllm.__version__ = version
+vllm.__version__ = VERSION
 
 def drift(target):
     def load_changed(version):
@@ -232,7 +250,7 @@ def test_the_installed_release_is_one_that_the_plugin_knows(life: dict[str, Any]
 def test_case_27_register_takes_less_than_a_tenth_of_a_second(life: dict[str, Any], tmp_path: Path) -> None:
     """CASES 27: the best of up to 5 fresh processes, in CPU time, for the machine may be busy."""
     script = COMMON + (
-        "import vllm, vllm.plugins\n"
+        "import vllm.plugins\n"
         "start = time.process_time()\n"
         "import vllm_dcp_hybrid\n"
         "vllm_dcp_hybrid.register()\n"
@@ -272,27 +290,23 @@ def test_registering_again_changes_nothing(life: dict[str, Any]) -> None:
 
 def test_case_28_all_patches_are_in_use_once_their_modules_are_imported(life: dict[str, Any]) -> None:
     """CASES 28: success is what a probe of the running process says."""
-    assert life["in_use"] == sorted(patch.name for patch in ALL_PATCHES)
+    assert life["in_use"] == sorted(set(life["names"].values()))
     assert life["pending"] == []
     assert life["problems"] == []
 
 
 def test_case_28_every_other_name_of_a_target_holds_the_patch_too(life: dict[str, Any]) -> None:
     """CASES 28: of all modules that can be imported here."""
-    expected = {text: p.name for p in ALL_PATCHES if p.how == "wrap" for text in (p.target, *p.also_bound)}
-    wrapped = {text: mark for text, mark in life["marks"].items() if text in expected}
-    assert wrapped == {text: name for text, name in expected.items() if text not in life["unimportable"]}
+    expected = {text: name for text, name in life["names"].items() if text not in ADDED | life["unimportable"].keys()}
+    assert {text: mark for text, mark in life["marks"].items() if text not in ADDED} == expected
     # Optional packages of connectors and loaders may be missing, no more than that.
-    targets = {patch.target for patch in ALL_PATCHES}
-    assert not targets & life["unimportable"].keys(), life["unimportable"]
+    assert not {patch.target for patch in PATCHES} & life["unimportable"].keys(), life["unimportable"]
 
 
 def test_undo_puts_stock_back_and_register_applies_again(life: dict[str, Any]) -> None:
-    added = {patch.target for patch in ALL_PATCHES if patch.how == "add"}
-    assert {text: mark for text, mark in life["marks_after_undo"].items() if text in added} == dict.fromkeys(
-        added, "absent"
-    )
-    assert {mark for text, mark in life["marks_after_undo"].items() if text not in added} == {None}
+    after = life["marks_after_undo"]
+    assert {text: mark for text, mark in after.items() if text in ADDED} == dict.fromkeys(ADDED, "absent")
+    assert {mark for text, mark in after.items() if text not in ADDED} == {None}
     assert not life["is_applied_after_undo"]
     assert life["marks_again"] == life["marks"]
     assert life["fingerprint_again"] == life["fingerprint"]
@@ -314,7 +328,7 @@ def test_case_28_a_drifted_target_stops_all_of_the_feature_and_is_named(refusals
     (warning,) = facts["warnings"]
     assert facts["refusal"] in warning
     assert not facts["is_applied"]
-    assert facts["marked"] == sorted(patch.name for patch in ENTRY_PATCHES)
+    assert facts["marked"] == sorted(patch.name for patch in ENTRY)
     assert facts["added"] == []
 
 
@@ -332,7 +346,7 @@ def test_case_30_somebody_elses_patch_stops_all_of_the_feature_and_is_named(refu
     assert "resolve_kv_cache_block_sizes" in facts["refusal"]
     assert len(facts["warnings"]) == 1
     assert not facts["is_applied"]
-    assert facts["marked"] == sorted(patch.name for patch in ENTRY_PATCHES)
+    assert facts["marked"] == sorted(patch.name for patch in ENTRY)
     assert facts["added"] == []
     assert refusals["foreign_stands"]
 
@@ -349,7 +363,7 @@ def test_case_28_a_patch_that_somebody_overwrote_later_is_not_in_use(refusals: d
     (problem,) = refusals["overwritten"]
     assert "'config-world-size'" in problem
     assert "config-world-size" not in refusals["still_in_use"]
-    assert len(FEATURE_PATCHES) > len(refusals["still_in_use"]) > 0
+    assert len(FEATURE) > len(refusals["still_in_use"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,53 @@ The format and the rules are in :mod:`vllm_dcp_hybrid.patching`; what each relea
 
 from __future__ import annotations
 
-from vllm_dcp_hybrid.patching import Patch
+from dataclasses import dataclass
+
+from vllm_dcp_hybrid.patching import Patch, is_among
 
 _UPSTREAM = "0.26.0"  # vLLM pull request 40996
+# A specifier only says which releases a patch is written for: nothing is applied to one that has no file in patches/.
 _BEFORE_UPSTREAM = ">=0.20.2,<0.26"
+_SINCE_UPSTREAM = ">=0.26"
 _ARGS = "vllm.engine.arg_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TABLE = "vllm.v1.worker.block_table"
 _CP_UTILS = "vllm.v1.worker.cp_utils"
+
+
+@dataclass(frozen=True)
+class Era:
+    """What the plugin is for in a range of releases.
+
+    Args:
+        name: for messages.
+        releases: PEP 440 specifier.
+        does: what the plugin does there.
+    """
+
+    name: str
+    releases: str
+    does: str
+
+
+ERAS: tuple[Era, ...] = (
+    Era(
+        name="before upstream's hybrid DCP",
+        releases=_BEFORE_UPSTREAM,
+        does="the whole feature: hybrid models under DCP, on CUDA and on CPUs",
+    ),
+    Era(
+        name="with upstream's hybrid DCP",
+        releases=_SINCE_UPSTREAM,
+        does="upstream's own path stays; the plugin adds DCP on CPUs and mends what a release gets wrong",
+    ),
+)
+
+
+def era_of(version: str) -> Era | None:
+    """The era of release `version`; None where the plugin has no patches for it."""
+    return next((era for era in ERAS if is_among(version, era.releases)), None)
+
 
 # Applied first and on their own, so that `--enable-plugin` can say why the rest could not be applied.
 ENTRY_PATCHES: tuple[Patch, ...] = (
@@ -69,12 +108,6 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
         how="wrap",
         replacement="vllm_dcp_hybrid.core.block_sizes:resolve_kv_cache_block_sizes",
-        also_bound=(
-            "vllm.v1.engine.core:resolve_kv_cache_block_sizes",
-            "vllm.v1.kv_offload.base:resolve_kv_cache_block_sizes",
-            "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler:resolve_kv_cache_block_sizes",
-            "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker:resolve_kv_cache_block_sizes",
-        ),
         leans_on=(f"{_SPECS}:KVCacheGroupSpec", f"{_SPECS}:KVCacheConfig"),
         processes=("engine_core",),
         releases=_BEFORE_UPSTREAM,
@@ -86,10 +119,6 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.core.kv_cache_coordinator:get_kv_cache_coordinator",
         how="wrap",
         replacement="vllm_dcp_hybrid.core.coordinator:get_kv_cache_coordinator",
-        also_bound=(
-            "vllm.v1.core.kv_cache_manager:get_kv_cache_coordinator",
-            "vllm.v1.simple_kv_offload.manager:get_kv_cache_coordinator",
-        ),
         leans_on=(
             "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator",
             "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinatorNoPrefixCache",
@@ -163,11 +192,6 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         target="vllm.model_executor.model_loader.utils:initialize_model",
         how="wrap",
         replacement="vllm_dcp_hybrid.worker.layer_checks:initialize_model",
-        also_bound=(
-            "vllm.model_executor.model_loader.base_loader:initialize_model",
-            "vllm.model_executor.model_loader.tensorizer_loader:initialize_model",
-            "vllm.model_executor.models.mllama4:initialize_model",
-        ),
         leans_on=("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",),
         processes=("worker",),
         releases=_BEFORE_UPSTREAM,

@@ -8,7 +8,7 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,16 @@ class Sandbox:
             "until": "the end of the test",
         }
         facts["name"] = "-".join(part for part in facts["name"].split("-") if part)
-        for key in ("also_bound", "leans_on"):
-            over[key] = tuple(self.name(text) for text in over.get(key, ()))
+        over["leans_on"] = tuple(self.name(text) for text in over.get("leans_on", ()))
         return Patch(target=self.name(target), replacement=f"{self.plugin}.swap:{replacement}", **{**facts, **over})
 
     def record(self, *patches: Patch) -> ReleaseFile:
         return record(patches, self.root, release="1.0", made_by="pytest")
+
+    def record_bindings(self, patch: Patch, *names: str) -> ReleaseFile:
+        """A release file that says which other names hold the target, whatever a scan would find."""
+        bindings = {patch.target: tuple(self.name(text) for text in names)}
+        return replace(self.record(patch), bindings=bindings)
 
     def apply(self, *patches: Patch, release_file: ReleaseFile | None = None, **over: Any) -> Applied:
         facts: dict[str, Any] = {"package": self.pkg, "version": "1.0+cpu", "owner": "plugin 7.0"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_dcp_hybrid.patching import MissingTarget, NameTaken, UnsupportedTarget, mark_of
+from vllm_dcp_hybrid.patching import MissingTarget, NameTaken, UnsupportedTarget, mark_of, record
 
 
 def test_a_function_in_a_loaded_module_is_wrapped_at_once(sandbox: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_module_that_is_not_loaded_is_patched_when_it_is_imported(sandbox: Any
 
 
 def test_applying_does_not_import_the_package(sandbox: Any) -> None:
-    sandbox.apply(sandbox.patch("lazy:late"), sandbox.patch("ops:double", also_bound=["user:double"]))
+    sandbox.apply(sandbox.patch("lazy:late"), sandbox.patch("ops:double"))
     assert not [name for name in sys.modules if name.partition(".")[0] in (sandbox.pkg, sandbox.plugin)]
 
 
@@ -116,22 +116,42 @@ def test_the_replacement_is_imported_at_the_first_call(sandbox: Any) -> None:
 
 def test_copies_made_by_from_import_before_are_changed(sandbox: Any) -> None:
     user, renamed = sandbox.load("user"), sandbox.load("renamed")
-    sandbox.apply(sandbox.patch("ops:double", also_bound=["user:double", "renamed:twice"]))
+    sandbox.apply(sandbox.patch("ops:double"))
     assert user.use(1) == renamed.twice(1) == -2
 
 
-def test_copies_that_nobody_declared_are_found_by_identity(sandbox: Any) -> None:
+def test_copies_that_are_not_recorded_are_found_by_identity(sandbox: Any) -> None:
     renamed = sandbox.load("renamed")
-    sandbox.apply(sandbox.patch("ops:double"))
+    patch = sandbox.patch("ops:double")
+    sandbox.apply(patch, release_file=sandbox.record_bindings(patch))
     assert renamed.twice(1) == -2
 
 
 def test_copies_made_by_from_import_after_are_of_the_patched_function(sandbox: Any) -> None:
-    applied = sandbox.apply(sandbox.patch("ops:double", also_bound=["user:double"]))
+    applied = sandbox.apply(sandbox.patch("ops:double"))
     user = sandbox.load("user")
     assert user.use(1) == -2
     assert user.double is sandbox.load("ops").double
     assert applied.probe().in_use == ("ops-double",)
+
+
+@pytest.mark.parametrize(("version", "value"), [("1.0", -2), ("1.5", "patched")])
+def test_of_several_variants_the_one_for_the_release_is_applied(sandbox: Any, version: str, value: Any) -> None:
+    variants = [
+        sandbox.patch("ops:double", "minus", releases="<1.5"),
+        sandbox.patch("ops:double", "say_patched", releases=">=1.5"),
+    ]
+    release_file = record(variants, sandbox.root, release=version, made_by="pytest")
+    sandbox.apply(*variants, version=version, release_file=release_file)
+    assert sandbox.load("ops").double(1) == value
+
+
+def test_variants_that_claim_the_same_release_are_refused(sandbox: Any) -> None:
+    variants = [sandbox.patch("ops:double", releases=">=1.0"), sandbox.patch("ops:double", releases="<1.5")]
+    with pytest.raises(ValueError, match="two patches are named 'ops-double'"):
+        sandbox.record(*variants)
+    with pytest.raises(ValueError, match="two patches are named 'ops-double'"):
+        sandbox.apply(*variants, release_file=sandbox.record(variants[0]))
 
 
 def test_a_copy_made_while_the_target_module_was_still_executing_is_changed(sandbox: Any) -> None:
@@ -142,17 +162,19 @@ def test_a_copy_made_while_the_target_module_was_still_executing_is_changed(sand
     assert sandbox.load("second").f() == "patched"
 
 
-def test_a_declared_copy_that_does_not_exist_is_refused(sandbox: Any) -> None:
+def test_a_recorded_copy_that_does_not_exist_is_refused(sandbox: Any) -> None:
     ops = sandbox.load("ops")
     sandbox.load("lazy")
+    patch = sandbox.patch("ops:double")
     with pytest.raises(MissingTarget, match="lazy:double"):
-        sandbox.apply(sandbox.patch("ops:double", also_bound=["lazy:double"]))
+        sandbox.apply(patch, release_file=sandbox.record_bindings(patch, "lazy:double"))
     assert ops.double(1) == 2
 
 
-def test_a_declared_copy_that_does_not_exist_is_refused_at_its_import(sandbox: Any) -> None:
+def test_a_recorded_copy_that_does_not_exist_is_refused_at_its_import(sandbox: Any) -> None:
     sandbox.load("ops")
-    sandbox.apply(sandbox.patch("ops:double", also_bound=["lazy:double"]))
+    patch = sandbox.patch("ops:double")
+    sandbox.apply(patch, release_file=sandbox.record_bindings(patch, "lazy:double"))
     for _ in range(2):
         with pytest.raises(MissingTarget, match="lazy:double"):
             sandbox.load("lazy")
@@ -195,7 +217,7 @@ def test_undo_restores_every_name(sandbox: Any) -> None:
     ops, user = sandbox.load("ops"), sandbox.load("user")
     before = dict(vars(ops.Runner)), dict(vars(ops)), user.double
     applied = sandbox.apply(
-        sandbox.patch("ops:double", also_bound=["user:double"]),
+        sandbox.patch("ops:double"),
         sandbox.patch("ops:Runner.kind"),
         sandbox.patch("ops:extra", "added", how="add"),
     )
@@ -217,7 +239,7 @@ def test_a_failure_rolls_back_the_patches_before_it(sandbox: Any) -> None:
     before = ops.double
     with pytest.raises(UnsupportedTarget, match=r"ops:Runner\.shape.* is a property"):
         sandbox.apply(
-            sandbox.patch("ops:double", also_bound=["user:double"]),
+            sandbox.patch("ops:double"),
             sandbox.patch("lazy:late", "say_patched"),
             sandbox.patch("ops:Runner.shape"),
         )

@@ -95,6 +95,12 @@ def test_a_target_that_nobody_recorded_is_a_problem(sandbox: Any) -> None:
     assert isinstance(problem, UnrecordedTarget)
 
 
+def test_a_target_whose_other_names_nobody_recorded_is_a_problem(sandbox: Any) -> None:
+    release_file = sandbox.record(sandbox.patch("ops:Runner.run", leans_on=["ops:double"]))
+    (problem,) = checked(sandbox, release_file, sandbox.patch("ops:double"))
+    assert isinstance(problem, UnrecordedTarget)
+
+
 def test_a_release_without_a_file_is_unknown(sandbox: Any) -> None:
     patch = sandbox.patch("ops:double")
     (problem,) = checked(sandbox, None, patch)

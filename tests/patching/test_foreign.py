@@ -108,12 +108,12 @@ def test_another_owner_of_the_same_mechanism_is_refused(sandbox: Any) -> None:
     assert ops.double(1) == -2
 
 
-def test_a_foreign_copy_in_a_declared_holder_is_refused_and_nothing_stays(sandbox: Any, foreign: Any) -> None:
+def test_a_foreign_copy_in_a_recorded_holder_is_refused_and_nothing_stays(sandbox: Any, foreign: Any) -> None:
     ops, user = sandbox.load("ops"), sandbox.load("user")
     before = ops.double
     user.double = foreign.replaced
     with pytest.raises(ForeignPatch, match=r"user:double"):
-        sandbox.apply(sandbox.patch("ops:double", also_bound=["user:double"]))
+        sandbox.apply(sandbox.patch("ops:double"))
     assert ops.double is before
     assert user.double is foreign.replaced
 
@@ -142,7 +142,7 @@ def test_all_problems_are_reported_together(sandbox: Any, foreign: Any) -> None:
 def test_the_probe_finds_what_was_overwritten_afterwards(sandbox: Any, foreign: Any) -> None:
     ops, user = sandbox.load("ops"), sandbox.load("user")
     applied = sandbox.apply(
-        sandbox.patch("ops:double", also_bound=["user:double"]),
+        sandbox.patch("ops:double"),
         sandbox.patch("ops:Runner.run"),
         sandbox.patch("lazy:late"),
     )

@@ -31,9 +31,7 @@ def make(**over: Any) -> Patch:
         {"target": "pkg.mod:Class."},
         {"replacement": "ours:"},
         {"how": "replace"},
-        {"also_bound": ("nowhere",)},
         {"leans_on": ("nowhere",)},
-        {"how": "add", "also_bound": ("pkg.other:func",)},
         {"releases": "0.25.x"},
         {"releases": ""},
         {"why": " "},
@@ -46,8 +44,8 @@ def test_a_declaration_that_says_too_little_or_nonsense_is_refused(over: dict[st
 
 
 def test_a_string_is_no_tuple_of_names() -> None:
-    with pytest.raises(TypeError, match="also_bound"):
-        make(also_bound="pkg.other:func")
+    with pytest.raises(TypeError, match="leans_on"):
+        make(leans_on="pkg.other:func")
 
 
 @pytest.mark.parametrize(
@@ -91,10 +89,6 @@ def test_a_patch_that_still_claims_a_release_from_its_until_on_is_expired(
     [
         ({"target": "pkg.mod:other"}, "two patches are named 'one-patch'"),
         ({"name": "b"}, "both change pkg.mod:func"),
-        (
-            {"name": "b", "target": "pkg.mod:other", "also_bound": ("pkg.mod:func",)},
-            "both change pkg.mod:func",
-        ),
         ({"name": "b", "target": "json:loads"}, "outside of package 'pkg'"),
     ],
 )

@@ -17,26 +17,26 @@ APPLY = """
 import importlib, sys, time
 from vllm_dcp_hybrid.patching import Patch, apply, package_root, record
 
-TARGETS = {
-    "v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": ("v1.engine.core:resolve_kv_cache_block_sizes",),
-    "v1.core.kv_cache_coordinator:get_kv_cache_coordinator": (),
-    "v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (),
-    "v1.worker.gpu_model_runner:GPUModelRunner.may_reinitialize_input_batch": (),
-    "v1.worker.gpu_model_runner:GPUModelRunner.execute_model": (),
-    "v1.worker.block_table:MultiGroupBlockTable.__init__": (),
-    "engine.arg_utils:EngineArgs.add_cli_args": (),
-    "engine.arg_utils:EngineArgs.from_cli_args": (),
-    "engine.arg_utils:EngineArgs.__init__": (),
-    "engine.arg_utils:EngineArgs.__post_init__": (),
-    "config.parallel:ParallelConfig.__post_init__": (),
-    "config.parallel:ParallelConfig.__init__": (),
-}
+TARGETS = [
+    "v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
+    "v1.core.kv_cache_coordinator:get_kv_cache_coordinator",
+    "v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+    "v1.worker.gpu_model_runner:GPUModelRunner.may_reinitialize_input_batch",
+    "v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "v1.worker.block_table:MultiGroupBlockTable.__init__",
+    "engine.arg_utils:EngineArgs.add_cli_args",
+    "engine.arg_utils:EngineArgs.from_cli_args",
+    "engine.arg_utils:EngineArgs.__init__",
+    "engine.arg_utils:EngineArgs.__post_init__",
+    "config.parallel:ParallelConfig.__post_init__",
+    "config.parallel:ParallelConfig.__init__",
+]
 patches = [
     Patch(
         name=f"patch-{number}", target=f"vllm.{target}", how="wrap", replacement="no.such.module:function",
-        also_bound=tuple(f"vllm.{text}" for text in also_bound), processes=(), releases=">=0", why="w", until="u",
+        processes=(), releases=">=0", why="w", until="u",
     )
-    for number, (target, also_bound) in enumerate(TARGETS.items())
+    for number, target in enumerate(TARGETS)
 ]
 root = package_root("vllm")
 release_file = record(patches, root, release="1.0", made_by="pytest")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from vllm_dcp_hybrid.patching.apply import Applied, ProbeReport, apply
 from vllm_dcp_hybrid.patching.bindings import find_bindings
 from vllm_dcp_hybrid.patching.check import check, missing_replacements
-from vllm_dcp_hybrid.patching.patch import Patch, expired, public_version, select
+from vllm_dcp_hybrid.patching.patch import Patch, expired, is_among, public_version, select
 from vllm_dcp_hybrid.patching.problems import (
     DriftedTarget,
     ForeignPatch,
@@ -61,6 +61,7 @@ __all__ = [
     "check",
     "expired",
     "find_bindings",
+    "is_among",
     "load_release",
     "mark_of",
     "missing_replacements",

@@ -113,6 +113,8 @@ class Applied:
         self.owner = owner
         self.release = release_file.release
         self.fingerprint = _fingerprint(patches, owner, release_file)
+        # By patch, every name that holds its target: the target's own first, then those of from-imports.
+        self._names = {p.name: (p.target, *release_file.bindings.get(p.target, ())) for p in patches}
         self._tree = tree
         self._journal: list[_Change] = []
         self._is_active = True
@@ -145,8 +147,8 @@ class Applied:
             self._is_active = False
             self._roll_back(0)
             raise
-        names = {split_name(text).module for patch in self.patches for text in (patch.target, *patch.also_bound)}
-        for module in sorted(names - sys.modules.keys()):
+        modules = {split_name(text).module for names in self._names.values() for text in names}
+        for module in sorted(modules - sys.modules.keys()):
             wrapt.register_post_import_hook(self._on_import, module)
 
     def _on_import(self, module: ModuleType) -> None:
@@ -156,13 +158,16 @@ class Applied:
         name = module.__name__
         length = len(self._journal)
         try:
-            self._install((p for p in self.patches if name in _modules(p)), executed=name)
+            self._install((p for p in self.patches if self._concerns(p, name)), executed=name)
         except BaseException:
             self._roll_back(length)
             # The hook is spent: a second attempt to import the module must not find it unguarded.
             sys.modules.pop(name, None)
             wrapt.register_post_import_hook(self._on_import, name)
             raise
+
+    def _concerns(self, patch: Patch, module: str) -> bool:
+        return any(split_name(text).module == module for text in self._names[patch.name])
 
     def _install(self, patches: Iterable[Patch], executed: str | None = None) -> None:
         """Change each target that is loaded, then all other names of the same objects.
@@ -179,7 +184,7 @@ class Applied:
             else:
                 replaced.append((patch, *self._wrap(patch)))
         for patch, original, wrapper in replaced:
-            for text in patch.also_bound:
+            for text in self._names[patch.name][1:]:
                 self._change_binding(patch, split_name(text), original, wrapper, executed)
         self._rebind([(original, wrapper) for _, original, wrapper in replaced])
 
@@ -244,7 +249,7 @@ class Applied:
                 setattr(change.holder, change.attribute, change.old)
 
     def _probe_problems(self, patch: Patch) -> Iterator[NotInUse]:
-        for text in (patch.target, *patch.also_bound):
+        for text in self._names[patch.name]:
             name = split_name(text)
             value = own_attribute(holder_of(name), name.path[-1])
             if name.module not in sys.modules:
@@ -255,10 +260,6 @@ class Applied:
                 is_in_use = mark_of(value) == (self.owner, patch.name)
             if not is_in_use:
                 yield NotInUse(patch.name, text, "nobody" if value is ABSENT else module_of(value))
-
-
-def _modules(patch: Patch) -> set[str]:
-    return {split_name(text).module for text in (patch.target, *patch.also_bound)}
 
 
 def _fingerprint(patches: tuple[Patch, ...], owner: str, release_file: ReleaseFile) -> str:

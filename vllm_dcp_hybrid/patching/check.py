@@ -98,11 +98,14 @@ def _is_added_already(patch: Patch, value: object) -> bool:
 
 
 def _source_problems(patch: Patch, release: ReleaseFile, tree: SourceTree) -> list[PatchError]:
-    problems = []
+    problems: list[PatchError] = []
     if patch.how == "add" and not (
         patch.target in release.absent and _is_unchanged(split_name(patch.target).module, release, tree)
     ):
         problems += absence_problems(patch, tree)
+    if patch.how == "wrap" and patch.target in release.records and patch.target not in release.bindings:
+        # Recorded for a patch that leans on it only, so nobody looked for its other names.
+        problems.append(UnrecordedTarget(patch.name, patch.target, release.release))
     for target in fingerprinted(patch):
         problem = _drift(patch, target, release, tree)
         if problem is not None:

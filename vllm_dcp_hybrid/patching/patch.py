@@ -47,13 +47,12 @@ class Patch:
     """One change to one function of the patched package.
 
     Args:
-        name: unique in its list, kebab-case.
+        name: kebab-case. Unique among the patches for one release: variants for other releases may share it.
         target: `"pkg.mod:func"` or `"pkg.mod:Class.method"`; a method must be defined in that very class.
         how: `"wrap"` calls `replacement(wrapped, instance, args, kwargs)` in place of the target;
             `"add"` binds the object `replacement` to a name that the release lacks.
         replacement: `"our.module:callable"`. A wrapper is imported at the first call of the target,
             an added object when the target's module is imported.
-        also_bound: other names that hold the same function through `from module import func`.
         leans_on: functions, classes and constants whose source the replacement relies on.
         processes: where the patch is needed; informative.
         releases: PEP 440 specifier of the releases that it is written for.
@@ -66,7 +65,6 @@ class Patch:
     target: str
     how: Literal["wrap", "add"]
     replacement: str
-    also_bound: tuple[str, ...] = ()
     leans_on: tuple[str, ...] = ()
     processes: Collection[str]
     releases: str
@@ -79,13 +77,11 @@ class Patch:
             raise ValueError(f"patch name {self.name!r} is not kebab-case")
         if self.how not in ("wrap", "add"):
             raise ValueError(f"patch {self.name!r}: how={self.how!r} is neither 'wrap' nor 'add'")
-        for field in ("also_bound", "leans_on", "processes"):
+        for field in ("leans_on", "processes"):
             if isinstance(getattr(self, field), str):
                 raise TypeError(f"patch {self.name!r}: {field} is a string where a tuple is meant")
-        for text in (self.target, self.replacement, *self.also_bound, *self.leans_on):
+        for text in (self.target, self.replacement, *self.leans_on):
             split_name(text)
-        if self.how == "add" and self.also_bound:
-            raise ValueError(f"patch {self.name!r}: nothing can be bound already to a name that is added")
         try:
             SpecifierSet(self.releases)
         except InvalidSpecifier as error:
@@ -95,7 +91,12 @@ class Patch:
 
     def claims(self, version: str) -> bool:
         """Whether the patch is written for release `version` (a local suffix such as `+cpu` is ignored)."""
-        return SpecifierSet(self.releases).contains(public_version(version), prereleases=True)
+        return is_among(version, self.releases)
+
+
+def is_among(version: str, releases: str) -> bool:
+    """Whether release `version` (a local suffix is ignored) is among those of a PEP 440 specifier."""
+    return SpecifierSet(releases).contains(public_version(version), prereleases=True)
 
 
 def public_version(version: str) -> str:
@@ -118,7 +119,7 @@ def expired(patches: Iterable[Patch], version: str) -> tuple[Patch, ...]:
 
 
 def check_unique(patches: Iterable[Patch], package: str) -> None:
-    """Refuse a list that contradicts itself.
+    """Refuse a list of patches for one release that contradicts itself.
 
     Raises:
         ValueError: a name or a target occurs twice, or a target lies outside of `package`.
@@ -129,11 +130,10 @@ def check_unique(patches: Iterable[Patch], package: str) -> None:
         if patch.name in names:
             raise ValueError(f"two patches are named {patch.name!r}")
         names.add(patch.name)
-        for text in (patch.target, *patch.also_bound):
-            if text in targets:
-                raise ValueError(f"patches {targets[text]!r} and {patch.name!r} both change {text}")
-            targets[text] = patch.name
-        for text in (patch.target, *patch.also_bound, *patch.leans_on):
+        if patch.target in targets:
+            raise ValueError(f"patches {targets[patch.target]!r} and {patch.name!r} both change {patch.target}")
+        targets[patch.target] = patch.name
+        for text in (patch.target, *patch.leans_on):
             if split_name(text).package != package:
                 raise ValueError(f"patch {patch.name!r}: {text} lies outside of package {package!r}")
 

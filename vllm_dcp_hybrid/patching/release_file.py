@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dcp_hybrid.patching.bindings import find_bindings
-from vllm_dcp_hybrid.patching.patch import Patch, public_version, select, split_name
+from vllm_dcp_hybrid.patching.patch import Patch, check_unique, public_version, select, split_name
 from vllm_dcp_hybrid.patching.problems import MissingTarget, NameTaken, PatchError, raise_problems
 from vllm_dcp_hybrid.patching.source import SourceNotFound, SourceRecord, SourceTree
 
@@ -130,13 +130,16 @@ def record(patches: Iterable[Patch], root: Path, *, release: str, made_by: str) 
         MissingTarget: something to fingerprint does not exist.
         NameTaken: a name to add exists already.
         SeveralProblems: more than one of these.
+        ValueError: the patches for `release` contradict each other.
     """
+    selected = select(patches, release)
+    check_unique(selected, root.name)
     tree = SourceTree(root)
     records: dict[str, SourceRecord] = {}
     absent: list[str] = []
     problems: list[PatchError] = []
     wrapped: list[str] = []
-    for patch in select(patches, release):
+    for patch in selected:
         if patch.how == "add":
             problems += absence_problems(patch, tree)
             absent.append(patch.target)
@@ -148,12 +151,11 @@ def record(patches: Iterable[Patch], root: Path, *, release: str, made_by: str) 
             except SourceNotFound:
                 problems.append(MissingTarget(patch.name, target, tree.where(split_name(target).module)))
     raise_problems(problems)
-    package = split_name(wrapped[0]).package if wrapped else root.name
     return ReleaseFile(
         release=public_version(release),
         made_by=made_by,
         records=records,
-        bindings=find_bindings(root, package, wrapped),
+        bindings=find_bindings(root, root.name, wrapped),
         absent=tuple(sorted(absent)),
         file_digests={
             tree.relative_file_of(module): tree.file_digest(module)
