@@ -92,6 +92,12 @@ def assert_combined(actual, case) -> None:
     assert max_error(lse[is_live], expected_lse[is_live]) <= max(2 * bound_lse, 1e-6)
 
 
+def own_share(correct_partial, outs, lses, rank):
+    """The share of one rank's [T, H, D], as a single piece."""
+    share, lse = correct_partial(outs[rank].unsqueeze(0), lses.unsqueeze(1), rank)
+    return share[0], lse[0]
+
+
 def assert_shares_sum_up(shares, case) -> None:
     """`shares`: (share, lse) of each rank."""
     outs, lses, _ = make_partials(case)
@@ -147,7 +153,7 @@ def test_case_16_triton_combines_like_naive_whatever_empty_ranks_hold(triton_res
 def test_case_16_shares_by_torch_sum_up_to_the_combined_output(case) -> None:
     """CASES 16 for ag_rs, with the rank as a plain argument."""
     outs, lses, _ = make_partials(case)
-    assert_shares_sum_up([correct_partial_torch(out, lses, rank) for rank, out in enumerate(outs)], case)
+    assert_shares_sum_up([own_share(correct_partial_torch, outs, lses, rank) for rank in range(len(outs))], case)
 
 
 @each_case
@@ -164,7 +170,10 @@ def test_triton_reads_and_writes_through_strides_into_another_dtype(triton_resul
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
     assert poison.isnan().all()
     (share, lse), poison = triton_results["strided_share"]
-    torch.testing.assert_close(share, correct_partial_torch(outs[1], lses, 1)[0], rtol=1e-6, atol=1e-6)
+    expected_share, expected_lse = correct_partial_torch(
+        outs[1:2].expand(2, -1, -1, -1), lses.unsqueeze(1).expand(-1, 2, -1, -1), 1
+    )
+    torch.testing.assert_close(share, expected_share, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
     assert poison.isnan().all()
 
@@ -176,7 +185,7 @@ def test_case_16_all_ranks_empty_gives_zeros_and_minus_infinity(nothing: float) 
     for out, lse in (combine_naive(outs, lses), combine_torch(outs, lses)):
         assert (out == 0).all()
         assert (lse == -math.inf).all()
-    share, lse = correct_partial_torch(outs[0], lses, 0)
+    share, lse = own_share(correct_partial_torch, outs, lses, 0)
     assert (share == 0).all()
     assert (lse == -math.inf).all()
 
@@ -280,8 +289,9 @@ def test_inputs_are_left_alone_and_into_is_filled_in_its_dtype() -> None:
     into = torch.full((3, 5, 64), math.nan).transpose(0, 1)
     assert combine_torch(outs, lses, into=into)[0] is into
     assert torch.equal(into.to(outs.dtype), combine_torch(outs, lses)[0])
-    assert correct_partial_torch(outs[0], lses, 0, into=into)[0] is into
-    assert torch.equal(into.to(outs.dtype), correct_partial_torch(outs[0], lses, 0)[0])
+    piece, lses_of_piece, into = outs[:1], lses.unsqueeze(1), into.unsqueeze(0)
+    assert correct_partial_torch(piece, lses_of_piece, 0, into=into)[0] is into
+    assert torch.equal(into.to(outs.dtype), correct_partial_torch(piece, lses_of_piece, 0)[0])
     for tensor, copy in zip((outs, lses), before, strict=True):
         assert torch.equal(tensor, copy) or torch.equal(tensor.nan_to_num(9.0), copy.nan_to_num(9.0))
 
@@ -289,7 +299,8 @@ def test_inputs_are_left_alone_and_into_is_filled_in_its_dtype() -> None:
 def test_the_device_chooses_the_twin() -> None:
     outs, lses, sinks = make_partials((2, 3, 4, 64, torch.float32, True))
     assert torch.equal(combine(outs, lses, sinks=sinks)[0], combine_torch(outs, lses, sinks=sinks)[0])
-    assert torch.equal(correct_partial(outs[1], lses, 1)[0], correct_partial_torch(outs[1], lses, 1)[0])
+    ours, torchs = (own_share(function, outs, lses, 1) for function in (correct_partial, correct_partial_torch))
+    assert torch.equal(ours[0], torchs[0])
 
 
 def write_triton_results(path: Path) -> None:
@@ -298,12 +309,13 @@ def write_triton_results(path: Path) -> None:
     results = {}
     for number, case in enumerate(CASES):
         outs, lses, sinks = make_partials(case)
+        num_ranks = len(outs)
         # Triton 3.6's interpreter truncates to bfloat16, where a GPU rounds to nearest: let torch round.
         into = torch.empty(outs.shape[1:]) if outs.dtype is torch.bfloat16 else None
         out, lse = combine_triton(outs, lses, sinks=sinks, into=into)
         results["combine", number] = out.to(outs.dtype), lse
         assert combine_triton(outs, lses, sinks=sinks)[0].dtype is outs.dtype
-        results["shares", number] = [correct_partial_triton(out, lses, rank) for rank, out in enumerate(outs)]
+        results["shares", number] = [own_share(correct_partial_triton, outs, lses, rank) for rank in range(num_ranks)]
 
     outs, lses, _ = make_partials(CASES[0])
     num_ranks, num_tokens, num_heads, head_size = outs.shape
@@ -311,12 +323,15 @@ def write_triton_results(path: Path) -> None:
     by_head[..., :head_size] = outs.transpose(1, 2)
     strided_outs = by_head[..., :head_size].transpose(1, 2)
     strided_lses = lses.transpose(1, 2).contiguous().transpose(1, 2)
-    for name, run in {
-        "strided_combine": lambda into: combine_triton(strided_outs, strided_lses, into=into),
-        "strided_share": lambda into: correct_partial_triton(strided_outs[1], strided_lses, 1, into=into),
-    }.items():
-        wide = torch.full((num_heads, num_tokens, head_size + 16), math.nan)
-        results[name] = run(wide[..., :head_size].transpose(0, 1)), wide[..., head_size:]
+    wide = torch.full((num_heads, num_tokens, head_size + 16), math.nan)
+    into = wide[..., :head_size].transpose(0, 1)
+    results["strided_combine"] = combine_triton(strided_outs, strided_lses, into=into), wide[..., head_size:]
+    # Two pieces with the same LSEs, as a collective that sent all of them would leave them.
+    wide = torch.full((num_heads, 2, num_tokens, head_size + 16), math.nan)
+    into = wide[..., :head_size].permute(1, 2, 0, 3)
+    lses_of_pieces = strided_lses.unsqueeze(1).expand(-1, 2, -1, -1)
+    share = correct_partial_triton(strided_outs[1:2].expand(2, -1, -1, -1), lses_of_pieces, 1, into=into)
+    results["strided_share"] = share, wide[..., head_size:]
     torch.save(results, path)
 
 

@@ -21,6 +21,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from vllm_dcp_hybrid.attention import transport  # noqa: E402
 from vllm_dcp_hybrid.geometry import GroupGeometry  # noqa: E402
 from vllm_dcp_hybrid.placement import Placement  # noqa: E402
 from vllm_dcp_hybrid.worker.slot_mapping import compute_slot_mapping_torch  # noqa: E402
@@ -34,7 +35,7 @@ CURRENT = threading.local()
 
 
 class ThreadedCollectives:
-    """What `torch.distributed` does in `exchange`, among threads; refuses ranks that disagree on what they do."""
+    """What `torch.distributed` does in `transport`, among threads; refuses ranks that disagree on what they do."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=30)
@@ -216,7 +217,7 @@ def simulate(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, Batc
         for module in (cpu, stock):
             monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
         monkeypatch.setattr(cpu, "get_dcp_group", lambda: CURRENT.group)
-        monkeypatch.setattr(cpu.exchange, "dist", collectives)
+        monkeypatch.setattr(transport, "dist", collectives)
         monkeypatch.setattr(cpu.exchange, "MAX_ROUND_BYTES", 64 * 2**20)
         results: list[Any] = [None] * sizes.dcp
         errors: list[BaseException] = []

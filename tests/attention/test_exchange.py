@@ -24,11 +24,14 @@ import torch.distributed as dist
 from vllm_dcp_hybrid.attention import exchange as module
 from vllm_dcp_hybrid.attention.combine import combine_naive
 from vllm_dcp_hybrid.attention.exchange import (
-    allocate_packed_partials,
+    by_rank,
+    by_token,
     exchange_a2a,
     exchange_ag_rs,
-    gather_query_heads,
+    gather_queries,
+    store_densely,
 )
+from vllm_dcp_hybrid.attention.transport import ProcessGroupTransport, PyNcclTransport, transport_of
 
 NUM_PROCESSES = 4
 WORLD_SIZES = (2, 4)
@@ -43,11 +46,12 @@ class Case:
     head_size: int = 80
     dtype: torch.dtype = torch.float32
     has_sinks: bool = False
-    is_stored_by_head: bool = False
+    stored_as: str = "tokens"
     max_round_bytes: int = module.MAX_ROUND_BYTES
 
     def __str__(self) -> str:
-        options = [name for name in ("has_sinks", "is_stored_by_head") if getattr(self, name)]
+        options = ["has_sinks"] if self.has_sinks else []
+        options += [f"stored_as_{self.stored_as}"] if self.stored_as != "tokens" else []
         options += ["rounds"] if self.max_round_bytes != module.MAX_ROUND_BYTES else []
         sizes = f"T{self.num_tokens}-h{self.num_local_heads}-D{self.head_size}"
         return "-".join([sizes, str(self.dtype).removeprefix("torch."), *options])
@@ -59,7 +63,10 @@ CASES += [
     Case(1, num_local_heads=1, head_size=5, dtype=torch.float16),
     Case(7, has_sinks=True),
     Case(7, dtype=torch.bfloat16, has_sinks=True),
-    Case(7, is_stored_by_head=True),
+    Case(7, stored_as="ranks"),
+    Case(7, dtype=torch.bfloat16, stored_as="heads"),
+    Case(33, dtype=torch.bfloat16, stored_as="ranks", max_round_bytes=20_000),
+    Case(33, stored_as="heads", max_round_bytes=20_000),
     Case(33, dtype=torch.bfloat16, max_round_bytes=20_000),
     Case(33, has_sinks=True, max_round_bytes=1),
 ]
@@ -73,6 +80,7 @@ class Group:
     world_size: int
     rank_in_group: int
     device_group: Any = None
+    device_communicator: Any = None
 
 
 def make_partials(case: Case, world_size: int):
@@ -94,6 +102,19 @@ def make_partials(case: Case, world_size: int):
     return q.to(case.dtype), outs, lses, sinks
 
 
+# How the partial outputs and their LSEs lie in memory: dimensions of [N, T, h, ...] in their order there.
+STORED_AS = {
+    "tokens": ((1, 0, 2, 3), (1, 0, 2)),  # [T, H, D] and [T, H]
+    "ranks": ((0, 1, 2, 3), (1, 2, 0)),  # FlashAttention 3 with the ranks as query positions
+    "heads": ((1, 0, 2, 3), (0, 2, 1)),  # FlashAttention's [H, T] for rows of any length
+}
+
+
+def store_as(of_ranks, order):
+    """The same values, stored with the dimensions in `order`."""
+    return of_ranks.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
 def own_heads(case: Case, rank: int) -> slice:
     return slice(rank * case.num_local_heads, (rank + 1) * case.num_local_heads)
 
@@ -101,12 +122,13 @@ def own_heads(case: Case, rank: int) -> slice:
 def run_case(case: Case, group: Group) -> dict[str, Any]:
     q, outs, lses, sinks = make_partials(case, group.world_size)
     rank = group.rank_in_group
-    out, lse = outs[rank].clone(), lses[rank].clone()
-    if case.is_stored_by_head:
-        out = out.transpose(0, 1).contiguous().transpose(0, 1)
-        lse = lse.t().contiguous().t()
+    out, lse = (
+        store_as(by_rank(of_tokens, group.world_size), order)
+        for of_tokens, order in zip((outs[rank], lses[rank]), STORED_AS[case.stored_as], strict=True)
+    )
+    before = out.clone()
     local_sinks = None if sinks is None else sinks[own_heads(case, rank)]
-    results: dict[str, Any] = {"q": gather_query_heads(q[rank], group)}
+    results: dict[str, Any] = {"q": gather_queries(q[rank], group)}
     module.MAX_ROUND_BYTES = case.max_round_bytes
     for name, exchange in EXCHANGES.items():
         into = torch.full((case.num_tokens, case.num_local_heads, case.head_size), 7.0, dtype=case.dtype)
@@ -117,7 +139,7 @@ def run_case(case: Case, group: Group) -> dict[str, Any]:
         assert torch.equal(lse_again, results[name][1])
         result_storage, out_storage = (x.untyped_storage().data_ptr() for x in (results[name][0], out))
         assert case.num_tokens == 0 or result_storage != out_storage
-        assert torch.equal(out.nan_to_num(9.0), outs[rank].nan_to_num(9.0))
+        assert torch.equal(out.nan_to_num(9.0), before.nan_to_num(9.0))
     return results
 
 
@@ -145,14 +167,15 @@ def gloo_results(tmp_path_factory: pytest.TempPathFactory):
 
 @each_case
 @each_world
-def test_gathered_query_heads_are_in_rank_order(gloo_results, world_size: int, case: Case) -> None:
+def test_gathered_queries_are_in_rank_order(gloo_results, world_size: int, case: Case) -> None:
     q, *_ = make_partials(case, world_size)
     for results in gloo_results[world_size]:
         gathered = results[CASES.index(case)]["q"]
         assert gathered.is_contiguous()
-        assert gathered.shape[1] == world_size * case.num_local_heads
+        assert torch.equal(gathered, q)
         for rank in range(world_size):
-            assert torch.equal(gathered[:, own_heads(case, rank)], q[rank])
+            assert torch.equal(by_token(gathered)[:, own_heads(case, rank)], q[rank])
+        assert torch.equal(by_rank(by_token(gathered), world_size), gathered)
 
 
 @each_case
@@ -197,25 +220,52 @@ def test_a_group_of_one_applies_the_same_rule_without_a_collective(name: str) ->
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=2e-6)
 
 
-@each_exchange
-def test_heads_that_do_not_divide_are_refused(name: str) -> None:
+def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 gathered heads are not a multiple of 4 DCP ranks"):
-        EXCHANGES[name](torch.zeros(1, 6, 64), torch.zeros(1, 6), Group(4, 0))
+        by_rank(torch.zeros(1, 6, 64), 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_tokens", "num_heads", "head_size"), [(1, 1, 5), (7, 3, 80), (33, 4, 256)])
-def test_packed_partials_hold_outputs_and_lses_apart_and_aligned(
-    dtype: torch.dtype, num_tokens: int, num_heads: int, head_size: int
-) -> None:
-    packed = allocate_packed_partials(2, num_tokens, num_heads, head_size, dtype=dtype, device=torch.device("cpu"))
-    packed.outs.fill_(1.5)
-    packed.lses.fill_(-2.5)
-    assert (packed.outs == 1.5).all()
-    for view in (packed.outs, packed.lses):
-        assert view.untyped_storage().data_ptr() == packed.buffer.untyped_storage().data_ptr()
-        for message in view:
-            assert message.storage_offset() * message.element_size() % 64 == 0
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("stored_as", STORED_AS)
+def test_lses_travel_as_they_are_stored_and_arrive_by_sender(stored_as: str, num_tokens: int) -> None:
+    lses = store_as(torch.randn(2, num_tokens, 3), STORED_AS[stored_as][1])
+    dense = store_densely(lses)
+    assert dense.stored.data_ptr() == lses.data_ptr()
+    of_all_ranks = dense.new_of_all_ranks(2)
+    of_all_ranks[0], of_all_ranks[1] = dense.stored, dense.stored + 1
+    assert torch.equal(dense.by_sender(of_all_ranks), torch.stack([lses, lses + 1]))
+
+
+class RecordingCommunicator:
+    """Stands for vLLM's PyNcclCommunicator: what is enqueued, in order."""
+
+    disabled = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(name)
+
+
+def test_a_swap_of_outputs_and_lses_is_one_group_of_messages() -> None:
+    communicator = RecordingCommunicator()
+    group = Group(2, 0)
+    group.device_communicator = type("Communicator", (), {"pynccl_comm": communicator})()
+    transport = transport_of(group)
+    assert isinstance(transport, PyNcclTransport)
+    outs, lses = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    transport.swap((outs.clone(), lses.clone()), (outs, lses))
+    assert communicator.calls == ["group_start", *["send", "recv"] * 4, "group_end"]
+
+
+def test_a_disabled_communicator_leaves_the_process_group() -> None:
+    group = Group(2, 0)
+    communicator = RecordingCommunicator()
+    communicator.disabled = True
+    group.device_communicator = type("Communicator", (), {"pynccl_comm": communicator})()
+    assert isinstance(transport_of(group), ProcessGroupTransport)
+    assert isinstance(transport_of(Group(2, 0)), ProcessGroupTransport)
 
 
 def test_case_17_a_long_chunk_is_exchanged_in_rounds_of_bounded_memory() -> None:

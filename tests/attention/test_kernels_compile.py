@@ -46,6 +46,18 @@ compile_kernel(
     {"query_start_loc_ptr": "*i32", "positions_ptr": "*i64", "block_table_ptr": "*i32", "slot_mapping_ptr": "*i64"},
     {"KV_BLOCK": 528, "KERNEL_BLOCK": 16, "NUM_RANKS": 2, "RANK": 1, "INTERLEAVE": 16, "PAD": -1, "TILE": 256},
 )
+compile_kernel(
+    "vllm_dcp_hybrid.attention.combine_triton",
+    "_combine_partials_kernel",
+    {"outs_ptr": "*bf16", "lses_ptr": "*fp32", "sinks_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"},
+    {"NUM_RANKS": 2, "HAS_SINKS": True, "TILE_HEADS": 8, "TILE_DIM": 128},
+)
+compile_kernel(
+    "vllm_dcp_hybrid.attention.combine_triton",
+    "_correct_partial_kernel",
+    {"partial_ptr": "*bf16", "lses_ptr": "*fp32", "share_ptr": "*fp32", "lse_ptr": "*fp32"},
+    {"RANK": 1, "NUM_RANKS": 2, "TILE_HEADS": 8, "TILE_DIM": 128},
+)
 print("compiled")
 """
 

@@ -42,12 +42,12 @@ def test_correct_partial_equals_its_torch_twin(rank: int) -> None:
     from vllm_dcp_hybrid.attention.combine_triton import correct_partial_triton
 
     torch.manual_seed(rank)
-    out = torch.randn(65, 16, 256, device="cuda", dtype=torch.bfloat16)
-    lses = torch.randn(4, 65, 16, device="cuda")
-    lses[rank, 7] = float("-inf")
-    into = torch.empty(65, 16, 256, device="cuda")
-    expected, expected_lse = correct_partial_torch(out, lses, rank, into=torch.empty_like(into))
-    actual, actual_lse = correct_partial_triton(out, lses, rank, into=into)
+    outs = torch.randn(4, 65, 16, 256, device="cuda", dtype=torch.bfloat16)
+    lses = torch.randn(4, 65, 16, 4, device="cuda").permute(0, 3, 1, 2)
+    lses[rank, :, 7] = float("-inf")
+    into = torch.empty(4, 65, 16, 256, device="cuda")
+    expected, expected_lse = correct_partial_torch(outs, lses, rank, into=torch.empty_like(into))
+    actual, actual_lse = correct_partial_triton(outs, lses, rank, into=into)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual_lse, expected_lse, rtol=1e-5, atol=1e-5)
 

@@ -93,26 +93,26 @@ def combine_torch(
 
 
 def correct_partial_torch(
-    out: torch.Tensor, lses: torch.Tensor, dcp_rank: int, *, into: torch.Tensor | None = None
+    outs: torch.Tensor, lses: torch.Tensor, dcp_rank: int, *, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's share of the combined output; the sum of the shares over the ranks is the combined output.
+    """One rank's shares of the combined outputs; the sum of the shares over the ranks is the combined output.
 
     Args:
-        out: [T, H, D] this rank's partial output.
-        lses: [N, T, H] the LSEs of all ranks, natural log.
-        dcp_rank: which of them is this one.
-        into: [T, H, D] where to write the share, any strides and dtype; overlaps no input. Default: a new tensor.
+        outs: [M, T, H, D] this rank's partial outputs, in M pieces (one for each receiver).
+        lses: [N, M, T, H] the LSEs of all ranks, natural log.
+        dcp_rank: which of the N is this one.
+        into: [M, T, H, D] where to write the shares, any strides and dtype; overlaps no input. Default: a new tensor.
 
     Returns:
-        share [T, H, D] in the dtype of `out` (or `into` itself), lse [T, H] float32, the same on each rank.
+        shares [M, T, H, D] in the dtype of `outs` (or `into` itself), lse [M, T, H] float32, the same on each rank.
 
-    Invariant: the share is 0 wherever the rank's weight is 0, whatever its output is.
+    Invariant: a share is 0 wherever the rank's weight is 0, whatever its output is.
     """
     weights, lse = _weigh_ranks(lses, None)
-    share = _scale(out, weights[dcp_rank])
+    shares = _scale(outs, weights[dcp_rank])
     if into is None:
-        return share.to(out.dtype), lse
-    return into.copy_(share), lse
+        return shares.to(outs.dtype), lse
+    return into.copy_(shares), lse
 
 
 def combine(
@@ -132,7 +132,7 @@ def combine(
 
 
 def correct_partial(
-    out: torch.Tensor,
+    outs: torch.Tensor,
     lses: torch.Tensor,
     dcp_rank: int,
     *,
@@ -140,11 +140,11 @@ def correct_partial(
     use_triton: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`correct_partial_triton` on CUDA, `correct_partial_torch` elsewhere, unless `use_triton` decides."""
-    if out.is_cuda if use_triton is None else use_triton:
+    if outs.is_cuda if use_triton is None else use_triton:
         from vllm_dcp_hybrid.attention.combine_triton import correct_partial_triton
 
-        return correct_partial_triton(out, lses, dcp_rank, into=into)
-    return correct_partial_torch(out, lses, dcp_rank, into=into)
+        return correct_partial_triton(outs, lses, dcp_rank, into=into)
+    return correct_partial_torch(outs, lses, dcp_rank, into=into)
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +172,7 @@ def _mark_empty(lses: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh_ranks(lses: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, T, H] and global LSE [T, H] of LSEs [N, T, H] and sinks [H], all float32."""
+    """Weights [N, ..., H] and global LSE [..., H] of LSEs [N, ..., H] and sinks [H], all float32."""
     lses = _mark_empty(lses.float())
     peak = lses.amax(dim=0)
     if sinks is not None:
@@ -188,6 +188,6 @@ def _weigh_ranks(lses: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.
 
 
 def _scale(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`out` [T, H, D] times `weight` [T, H] in float32, and 0 where the weight is 0, also if `out` is NaN there."""
+    """`out` [..., D] times `weight` [...] in float32, and 0 where the weight is 0, also if `out` is NaN there."""
     weight = weight.unsqueeze(-1)
     return torch.where(weight > 0, out.float() * weight, 0.0)

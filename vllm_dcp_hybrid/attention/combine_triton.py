@@ -22,7 +22,10 @@ _TILE_ELEMENTS = 1024
 # Where an LSE is stored by head, its strides depend on the number of tokens: specialising on them would compile in the
 # middle of serving.
 _jit: Callable[[Any], Any] = triton.jit(
-    do_not_specialize=["lses_stride_rank", "lses_stride_token", "lses_stride_head", "lse_stride_token"]
+    do_not_specialize=[
+        *("lses_stride_rank", "lses_stride_piece", "lses_stride_token", "lses_stride_head"),
+        *("lse_stride_piece", "lse_stride_token"),
+    ]
 )
 
 
@@ -72,35 +75,35 @@ def combine_triton(
 
 
 def correct_partial_triton(
-    out: torch.Tensor, lses: torch.Tensor, dcp_rank: int, *, into: torch.Tensor | None = None
+    outs: torch.Tensor, lses: torch.Tensor, dcp_rank: int, *, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`correct_partial_torch` as one kernel; the head dimension of `out` and `into` is dense.
+    """`correct_partial_torch` as one kernel; the head dimension of `outs` and `into` is dense.
 
     Args:
-        out: [T, H, D] this rank's partial output.
-        lses: [N, T, H] the LSEs of all ranks, float32, natural log, any strides.
-        dcp_rank: which of them is this one.
-        into: [T, H, D] where to write the share, any dtype; overlaps no input. Default: a new tensor.
+        outs: [M, T, H, D] this rank's partial outputs, in M pieces (one for each receiver).
+        lses: [N, M, T, H] the LSEs of all ranks, float32, natural log, any strides.
+        dcp_rank: which of the N is this one.
+        into: [M, T, H, D] where to write the shares, any dtype; overlaps no input. Default: a new tensor.
 
     Returns:
-        share [T, H, D] in the dtype of `out` (or `into` itself), lse [T, H] float32.
+        shares [M, T, H, D] in the dtype of `outs` (or `into` itself), lse [M, T, H] float32.
     """
-    num_tokens, num_heads, head_size = out.shape
+    num_pieces, num_tokens, num_heads, head_size = outs.shape
     if into is None:
-        into = torch.empty((num_tokens, num_heads, head_size), dtype=out.dtype, device=out.device)
-    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
+        into = torch.empty(outs.shape, dtype=outs.dtype, device=outs.device)
+    lse = torch.empty((num_pieces, num_tokens, num_heads), dtype=torch.float32, device=outs.device)
     if num_tokens == 0:
         return into, lse
     tile_heads, tile_dim = _tile_shape(num_heads, head_size)
-    _correct_partial_kernel[(num_tokens, triton.cdiv(num_heads, tile_heads))](
-        out,
+    _correct_partial_kernel[(num_tokens, triton.cdiv(num_heads, tile_heads), num_pieces)](
+        outs,
         lses,
         into,
         lse,
-        *out.stride()[:2],
+        *outs.stride()[:3],
         *lses.stride(),
-        *into.stride()[:2],
-        lse.stride(0),
+        *into.stride()[:3],
+        *lse.stride()[:2],
         num_heads,
         head_size,
         RANK=dcp_rank,
@@ -191,17 +194,21 @@ def _combine_partials_kernel(  # type: ignore[no-untyped-def]  # Triton decides 
 
 @_jit
 def _correct_partial_kernel(  # type: ignore[no-untyped-def]  # Triton decides the types at the launch
-    partial_ptr,  # [T, num_heads, head_size]
-    lses_ptr,  # [NUM_RANKS, T, num_heads]
-    share_ptr,  # [T, num_heads, head_size]
-    lse_ptr,  # [T, num_heads]
+    partial_ptr,  # [M, T, num_heads, head_size]
+    lses_ptr,  # [NUM_RANKS, M, T, num_heads]
+    share_ptr,  # [M, T, num_heads, head_size]
+    lse_ptr,  # [M, T, num_heads]
+    partial_stride_piece,
     partial_stride_token,
     partial_stride_head,
     lses_stride_rank,
+    lses_stride_piece,
     lses_stride_token,
     lses_stride_head,
+    share_stride_piece,
     share_stride_token,
     share_stride_head,
+    lse_stride_piece,
     lse_stride_token,
     num_heads,
     head_size,
@@ -212,11 +219,12 @@ def _correct_partial_kernel(  # type: ignore[no-untyped-def]  # Triton decides t
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    piece = tl.program_id(2).to(tl.int64)
     dim = tl.arange(0, TILE_DIM)
     is_head = head < num_heads
     is_dim = dim < head_size
 
-    lse_tile_ptr = lses_ptr + token * lses_stride_token + head * lses_stride_head
+    lse_tile_ptr = lses_ptr + piece * lses_stride_piece + token * lses_stride_token + head * lses_stride_head
     peak = tl.full([TILE_HEADS], float("-inf"), tl.float32)
     rank_ptr = lse_tile_ptr
     for _ in tl.static_range(NUM_RANKS):
@@ -236,12 +244,15 @@ def _correct_partial_kernel(  # type: ignore[no-untyped-def]  # Triton decides t
 
     own_weight /= tl.where(denominator > 0.0, denominator, 1.0)
     has_weight = (own_weight > 0.0)[:, None] & is_dim[None, :]
-    partial_offset = token * partial_stride_token + head[:, None] * partial_stride_head + dim[None, :]
-    partial = tl.load(partial_ptr + partial_offset, mask=has_weight, other=0.0).to(tl.float32)
-    share_offset = token * share_stride_token + head[:, None] * share_stride_head + dim[None, :]
+    partial_start = partial_ptr + piece * partial_stride_piece + token * partial_stride_token
+    partial = tl.load(
+        partial_start + head[:, None] * partial_stride_head + dim[None, :], mask=has_weight, other=0.0
+    ).to(tl.float32)
+    share_start = share_ptr + piece * share_stride_piece + token * share_stride_token
     tl.store(
-        share_ptr + share_offset,
+        share_start + head[:, None] * share_stride_head + dim[None, :],
         (partial * own_weight[:, None]).to(share_ptr.dtype.element_ty),
         mask=is_head[:, None] & is_dim[None, :],
     )
-    tl.store(lse_ptr + token * lse_stride_token + head, tl.log(denominator) + peak, mask=is_head)
+    lse_start = lse_ptr + piece * lse_stride_piece + token * lse_stride_token
+    tl.store(lse_start + head, tl.log(denominator) + peak, mask=is_head)

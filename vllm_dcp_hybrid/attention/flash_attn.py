@@ -3,7 +3,8 @@
 
 A step of decode rows is one FlashAttention call over this rank's tokens, the new ones included, and one exchange: the
 new token's KV is in the cache of its owner before attention runs (stock calls FlashAttention twice and merges).  That
-is also the only thing that CUDA graphs capture.  Mixed steps run outside of graphs, row kinds apart.
+is also the only thing that CUDA graphs capture.  With FlashAttention 3 such a step copies nothing: see ``fa3.py``.
+Mixed steps run outside of graphs, row kinds apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from vllm_dcp_hybrid import activation, placement
-from vllm_dcp_hybrid.attention import exchange
+from vllm_dcp_hybrid.attention import exchange, fa3
 from vllm_dcp_hybrid.attention.local_lens import fill_local_lens_triton
 from vllm_dcp_hybrid.attention.upstream_contract import should_split_fa2_dcp_context_attention
 from vllm_dcp_hybrid.core import kv_cache_specs
@@ -108,7 +109,10 @@ class DCPFlashAttentionBackend(FlashAttentionBackend):
 
 
 class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Lets stock's builder prepare plain attention over this rank's tokens for the heads of all ranks."""
+    """Lets stock's builder prepare plain attention over this rank's tokens.
+
+    The only schedule is that of FlashAttention 3 for decode steps, whose rows have the ranks as query positions.
+    """
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -124,13 +128,14 @@ class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         self.rank = get_dcp_group().rank_in_group
         self.interleave_size = activation.interleave_size(vllm_config)
         if self.is_sharded:
-            # From here on stock's builder sees one rank that has all gathered heads.
+            # From here on stock's builder sees one rank, for whose heads it plans.
             self.dcp_world_size = 1
-            self.num_heads_q *= self.num_ranks
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         max_num_reqs = max(max_num_reqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         # Captured graphs read it: its address stays, and every step refreshes all of it.
         self.local_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        # First queries of rows that have one for each rank, padded rows too.
+        self.decode_start_loc = self.num_ranks * torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -160,8 +165,12 @@ class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             * self.interleave_size,
             causal=False,
         )
+        if rows.is_decode_only:
+            starts_of_ranks = self.decode_start_loc[: num_reqs + 1]
+            per_rank = per_rank.replace(query_start_loc=starts_of_ranks, max_query_len=self.num_ranks)
         # The schedule is made for all rows at once, which is what decode steps run; mixed steps do without.
         stock = super().build(0, per_rank, fast_build or not rows.is_decode_only)
+        stock.query_start_loc, stock.max_query_len = common.query_start_loc, common.max_query_len
         new_query_start_loc = None
         if not rows.is_decode_only:
             new_query_start_loc = common.query_start_loc[rows.num_decodes : num_reqs + 1] - rows.num_decode_tokens
@@ -212,30 +221,72 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
         assert rows is not None
         lse = None
         if rows.num_exchange_tokens:
-            partial, partial_lse = self._attend_cache(layer, query[: rows.num_exchange_tokens], kv_cache, attn_metadata)
-            _, lse = self.exchange(
-                partial, partial_lse.transpose(0, 1), get_dcp_group(), into=output[: rows.num_exchange_tokens]
-            )
+            queries, descales = self._gather_queries(layer, query[: rows.num_exchange_tokens])
+            # Padded rows have no token; captured graphs have none of them.
+            is_token_per_row = rows.is_decode_only and rows.num_tokens == attn_metadata.seq_lens.shape[0]
+            is_fa3_step = is_token_per_row and self.vllm_flash_attn_version == 3
+            attend = self._attend_decode_rows if is_fa3_step else self._attend_any_rows
+            partials = attend(queries, self._caches(kv_cache), query.dtype, attn_metadata, descales)
+            _, lse = self.exchange(*partials, get_dcp_group(), into=output[: rows.num_exchange_tokens])
         if not rows.is_decode_only:
             self._attend_new_tokens(query, key, value, attn_metadata, output, lse)
         return output
 
-    def _attend_cache(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: DCPFlashAttentionMetadata
+    def _gather_queries(self, layer: Any, query: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The queries of all ranks ``[N, T, h, D]`` in the cache's dtype, and its scales by name, each ``[1]``."""
+        if not self.is_fp8:
+            return exchange.gather_queries(query, get_dcp_group()), {}
+        quantised, _ = _custom_ops.scaled_fp8_quant(query.reshape(query.shape[0], -1), layer._q_scale)
+        # As bytes, which every version of NCCL knows.
+        queries = exchange.gather_queries(quantised.view(torch.uint8).view(query.shape), get_dcp_group())
+        scales = {"q_descale": layer._q_scale, "k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        return queries.view(current_platform.fp8_dtype()), scales
+
+    def _caches(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        caches = [canonicalize_singleton_dim_strides(cache) for cache in kv_cache.unbind(1)]
+        return [cache.view(current_platform.fp8_dtype()) for cache in caches] if self.is_fp8 else caches
+
+    def _attend_decode_rows(
+        self,
+        queries: torch.Tensor,
+        caches: list[torch.Tensor],
+        dtype: torch.dtype,
+        attn_metadata: DCPFlashAttentionMetadata,
+        descales: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's tokens for the heads of all ranks: out ``[T, H * N, D]``, lse ``[H * N, T]``."""
+        """A whole step of rows of one token, by FlashAttention 3: out ``[N, T, h, D]``, lse ``[N, T, h]``."""
+        out = torch.empty(queries.shape, dtype=dtype, device=queries.device)
+        lse = fa3.attend_decode_rows(
+            queries,
+            caches[0],
+            caches[1],
+            out,
+            seqused_k=attn_metadata.seq_lens,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            block_table=attn_metadata.block_table,
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            num_splits=attn_metadata.max_num_splits,
+            **{name: scale.expand(queries.shape[1], self.num_kv_heads) for name, scale in descales.items()},
+        )
+        return out, lse
+
+    def _attend_any_rows(
+        self,
+        queries: torch.Tensor,
+        caches: list[torch.Tensor],
+        dtype: torch.dtype,
+        attn_metadata: DCPFlashAttentionMetadata,
+        descales: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that exchange, by any FlashAttention: out ``[N, T, h, D]``, lse ``[N, T, h]``, both views."""
         rows = attn_metadata.rows
         assert rows is not None
-        output_dtype = query.dtype
-        if self.is_fp8:
-            num_tokens, num_heads, head_size = query.shape
-            quantised, _ = _custom_ops.scaled_fp8_quant(query.reshape(num_tokens, -1), layer._q_scale)
-            # As bytes, which every version of NCCL knows.
-            query = quantised.view(torch.uint8).view(num_tokens, num_heads, head_size)
-        queries = exchange.gather_query_heads(query, get_dcp_group())
-        if self.is_fp8:
-            queries = queries.view(current_platform.fp8_dtype())
-        out = torch.empty(queries.shape, dtype=output_dtype, device=queries.device)
+        num_ranks = queries.shape[0]
+        queries = exchange.by_token(queries)
+        out = torch.empty(queries.shape, dtype=dtype, device=queries.device)
         spans = [(0, rows.num_exchange_reqs)]
         if should_split_fa2_dcp_context_attention(
             self.vllm_flash_attn_version,
@@ -245,19 +296,17 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
             rows.num_exchange_reqs - rows.num_decodes,
         ):
             spans = [(0, rows.num_decodes), (rows.num_decodes, rows.num_exchange_reqs)]
-        caches = [canonicalize_singleton_dim_strides(cache) for cache in kv_cache.unbind(1)]
-        if self.is_fp8:
-            caches = [cache.view(current_platform.fp8_dtype()) for cache in caches]
-        lses = [self._paged_call(layer, queries, caches, out, attn_metadata, first, last) for first, last in spans]
-        return out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+        lses = [self._paged_call(queries, caches, out, attn_metadata, descales, *span) for span in spans]
+        lse = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+        return exchange.by_rank(out, num_ranks), exchange.by_rank(lse.transpose(0, 1), num_ranks)
 
     def _paged_call(
         self,
-        layer: Any,
         queries: torch.Tensor,
         caches: list[torch.Tensor],
         out: torch.Tensor,
         attn_metadata: DCPFlashAttentionMetadata,
+        descales: dict[str, torch.Tensor],
         first: int,
         last: int,
     ) -> torch.Tensor:
@@ -268,15 +317,6 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
         begin = 0 if first == 0 else rows.num_decode_tokens
         end = rows.num_decode_tokens if is_decode_only else rows.num_exchange_tokens
         starts = attn_metadata.query_start_loc[first : last + 1]
-        scales = {}
-        if self.is_fp8:
-            shape = (last - first, self.num_kv_heads)
-            scales = {
-                "q_descale": layer._q_scale.expand(shape),
-                "k_descale": layer._k_scale.expand(shape),
-                "v_descale": layer._v_scale.expand(shape),
-            }
-        is_whole_step = rows.is_decode_only
         lse: torch.Tensor
         _, lse, *_ = flash_attn_varlen_func(
             queries[begin:end],
@@ -292,9 +332,7 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
             causal=False,
             return_softmax_lse=True,
             fa_version=self.vllm_flash_attn_version,
-            scheduler_metadata=attn_metadata.scheduler_metadata if is_whole_step else None,
-            num_splits=attn_metadata.max_num_splits if is_whole_step else 0,
-            **scales,
+            **{name: scale.expand(last - first, self.num_kv_heads) for name, scale in descales.items()},
         )
         return lse
 
