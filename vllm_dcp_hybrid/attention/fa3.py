@@ -52,7 +52,7 @@ def attend_decode_rows(
     Returns:
         lse [N, T, h] float32, natural log, a view of [T, h, N]. Rows of no tokens: zeros and -inf.
 
-    Source: the operator that ``vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func`` calls (0.20.2 - 0.28.0);
+    Source: the operator that ``vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func`` calls (0.20.2 - 0.28.0);
         the names are those of its schema.
     """
     _, lse, *_ = torch.ops._vllm_fa3_C.fwd(
