@@ -166,7 +166,7 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Decode and context rows: one gather of queries, one exchange of partial results for all of them."""
         dcp_group = get_dcp_group()
-        queries = exchange.gather_query_heads(query[attn_metadata.exchange_tokens], dcp_group)
+        queries = exchange.by_token(exchange.gather_queries(query[attn_metadata.exchange_tokens], dcp_group))
         partial = torch.zeros_like(queries)
         partial_lse = torch.full(queries.shape[:2], float("-inf"), dtype=torch.float32)
         offset = 0
@@ -183,7 +183,9 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
                     num_head_groups=dcp_group.world_size,
                     soft_cap=self.logits_soft_cap,
                 )
-        combined, combined_lse = self.exchange(partial, partial_lse, dcp_group)
+        num_ranks = dcp_group.world_size
+        partials = exchange.by_rank(partial, num_ranks), exchange.by_rank(partial_lse, num_ranks)
+        combined, combined_lse = self.exchange(*partials, dcp_group)
         offset = 0
         for row in plan.exchange_rows:
             tokens = slice(offset, offset + row.query_len)
