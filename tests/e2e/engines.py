@@ -164,6 +164,12 @@ class Engines:
             return list(pool.map(self.run, engines))
 
     def _start(self, engine: Engine, work: list[dict[str, Any]]) -> Run:
+        code, log, stem = self.attempt(engine, work)
+        assert code == 0, f"{engine} ended with {code}:\n{log[-6000:]}"
+        return Run(json.loads(stem.with_suffix(".out.json").read_text())["phases"], log)
+
+    def attempt(self, engine: Engine, work: list[dict[str, Any]]) -> tuple[int, str, Path]:
+        """Start an engine that may fail: (exit status, log, path of its files without a suffix)."""
         stem = self.directory / f"run{next(self._numbers)}"
         environment = self._environment(engine)
         spec = {
@@ -175,8 +181,7 @@ class Engines:
         stem.with_suffix(".spec.json").write_text(json.dumps(spec))
         command = [sys.executable, str(DRIVER), f"{stem}.spec.json", f"{stem}.out.json"]
         code, log = run_limited(command, stem.with_suffix(".log"), START_AND_RUN_LIMIT_S)
-        assert code == 0, f"{engine} ended with {code}:\n{log[-6000:]}"
-        return Run(json.loads(stem.with_suffix(".out.json").read_text())["phases"], log)
+        return code, log, stem
 
     def _environment(self, engine: Engine) -> dict[str, str]:
         """What the engine's process needs beside its arguments."""
