@@ -47,9 +47,24 @@ def interleave_size(vllm_config: Any) -> int:
     return older if older > 1 else int(parallel_config.cp_kv_cache_interleave_size)
 
 
+def is_on_cpu(vllm_config: Any) -> bool:
+    """Whether the engine runs on CPUs, where stock has no DCP in any release."""
+    return str(vllm_config.device_config.device_type) == "cpu"
+
+
 def is_active(vllm_config: Any) -> bool:
-    """Whether anything may differ from stock vLLM: DCP is on, the model is hybrid, and nobody switched us off."""
+    """Whether anything may differ from stock vLLM: DCP is on, and nobody switched us off.
+
+    On CPUs that is all; elsewhere a model without recurrent layers is stock's business.
+    """
     if dcp_world_size(vllm_config) == 1 or is_switched_off(vllm_config):
         return False
     model_config = vllm_config.model_config
-    return model_config is not None and bool(model_config.is_hybrid)
+    if model_config is None:
+        return False
+    return bool(model_config.is_hybrid) or is_on_cpu(vllm_config)
+
+
+def uses_cpu_engine(vllm_config: Any) -> bool:
+    """Whether this plugin's own attention engine for CPUs is to serve."""
+    return is_active(vllm_config) and is_on_cpu(vllm_config)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_dcp_hybrid import upstream_declarations
 from vllm_dcp_hybrid.patching import Patch, is_among
 
 _UPSTREAM = "0.26.0"  # vLLM pull request 40996
 # A specifier only says which releases a patch is written for: nothing is applied to one that has no file in patches/.
 _BEFORE_UPSTREAM = ">=0.20.2,<0.26"
-_SINCE_UPSTREAM = ">=0.26"
+_ALL = ">=0.20.2"
 _ARGS = "vllm.engine.arg_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TABLE = "vllm.v1.worker.block_table"
@@ -43,7 +44,7 @@ ERAS: tuple[Era, ...] = (
     ),
     Era(
         name="with upstream's hybrid DCP",
-        releases=_SINCE_UPSTREAM,
+        releases=upstream_declarations.SINCE_UPSTREAM,
         does="upstream's own path stays; the plugin adds DCP on CPUs and mends what a release gets wrong",
     ),
 )
@@ -63,7 +64,7 @@ ENTRY_PATCHES: tuple[Patch, ...] = (
         replacement="vllm_dcp_hybrid.engine.cli_flag:add_cli_args",
         leans_on=(f"{_ARGS}:AsyncEngineArgs.add_cli_args",),
         processes=("api_server",),
-        releases=_BEFORE_UPSTREAM,
+        releases=_ALL,
         why="stock vLLM has no flag that demands a plugin, and no hook by which a general plugin could add one",
         until="vLLM lets general plugins add command line arguments",
     ),
@@ -73,7 +74,7 @@ ENTRY_PATCHES: tuple[Patch, ...] = (
         how="wrap",
         replacement="vllm_dcp_hybrid.engine.cli_flag:from_cli_args",
         processes=("api_server",),
-        releases=_BEFORE_UPSTREAM,
+        releases=_ALL,
         why="arguments that are no field of EngineArgs are dropped; the demand travels in additional_config",
         until="vLLM lets general plugins add command line arguments",
     ),
@@ -87,6 +88,7 @@ ENTRY_PATCHES: tuple[Patch, ...] = (
         why="the switches are read, and unsupported features refused, where the configuration is built",
         until="vLLM offers general plugins a hook on the finished configuration",
     ),
+    *upstream_declarations.ENTRY_PATCHES,
 )
 
 FEATURE_PATCHES: tuple[Patch, ...] = (
@@ -157,7 +159,7 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
             "vllm.utils.cpu_resource_utils:LogicalCPUInfo",
         ),
         processes=("engine_core",),
-        releases=_BEFORE_UPSTREAM,
+        releases=_ALL,
         why="stock's automatic binding stops where there are fewer NUMA nodes than ranks",
         until="vLLM divides one NUMA node's cores among ranks",
     ),
@@ -285,6 +287,7 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
             "get_dcp_dummy_context_len",
         )
     ),
+    *upstream_declarations.FEATURE_PATCHES,
 )
 
 ALL_PATCHES: tuple[Patch, ...] = ENTRY_PATCHES + FEATURE_PATCHES

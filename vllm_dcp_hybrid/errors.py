@@ -76,11 +76,9 @@ class BackendWithoutLSE(DCPHybridError):
 
 
 class UnsupportedFeature(DCPHybridError):
-    """A configuration that this package does not support together with hybrid DCP."""
+    """A configuration that this package does not support together with the DCP that it adds."""
 
-    template = (
-        "{feature} is not supported together with Decode Context Parallelism for hybrid models because {why}; {remedy}."
-    )
+    template = "{feature} is not supported together with Decode Context Parallelism {where} because {why}; {remedy}."
 
 
 class SharedMemoryTooSmall(DCPHybridError):

@@ -25,25 +25,30 @@ def mamba_block_aligned_split(
     rank_block = instance.cache_config.block_size
     if scheduler_block == rank_block or instance.dcp_world_size == 1:
         return wrapped(*args, **kwargs)
-
-    def bound(request: Any, num_new_tokens: int, *computed: int, **more: int) -> tuple[Any, int, int]:
-        local, external, *_ = *computed, 0, 0
-        local = more.get("num_new_local_computed_tokens", local)
-        external = more.get("num_external_computed_tokens", external)
-        return request, num_new_tokens, request.num_computed_tokens + local + external
-
-    request, wanted, start = bound(*args, **kwargs)
     chunk = _with_block_size(instance, scheduler_block, wrapped, args, kwargs)
-    if chunk == 0 and wanted > 0:
+    if chunk == 0 and _bound(*args, **kwargs)[1] > 0:
         chunk = wrapped(*args, **kwargs)
+    return cut(chunk, instance, args, kwargs)
+
+
+def cut(chunk: int, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Shorten a chunk that would step over a multiple of the scheduler block.
+
+    Args:
+        chunk: what the original answered.
+        scheduler: a vLLM ``Scheduler``.
+        args, kwargs: those of the original.
+    """
+    request, _, start = _bound(*args, **kwargs)
     if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
         return chunk
-    if instance.use_eagle:
-        last_kept = max(request.num_tokens // scheduler_block * scheduler_block - scheduler_block, 0)
+    block = scheduler.block_size
+    if scheduler.use_eagle:
+        last_kept = max(request.num_tokens // block * block - block, 0)
     else:
         # A repeat must compute its last token, so a state of the whole prompt can never serve it.
-        last_kept = (request.num_tokens - 1) // scheduler_block * scheduler_block
-    return end_on_boundary(start, chunk, scheduler_block, last_kept)
+        last_kept = (request.num_tokens - 1) // block * block
+    return end_on_boundary(start, chunk, block, last_kept)
 
 
 def end_on_boundary(start: int, chunk: int, block: int, last_kept: int) -> int:
@@ -59,6 +64,14 @@ def end_on_boundary(start: int, chunk: int, block: int, last_kept: int) -> int:
     """
     boundary = min(start + chunk, last_kept) // block * block
     return boundary - start if start < boundary else chunk
+
+
+def _bound(request: Any, num_new_tokens: int, *computed: int, **more: int) -> tuple[Any, int, int]:
+    """(request, new tokens that are wanted, tokens computed before) of a call of the original."""
+    local, external, *_ = *computed, 0, 0
+    local = more.get("num_new_local_computed_tokens", local)
+    external = more.get("num_external_computed_tokens", external)
+    return request, num_new_tokens, request.num_computed_tokens + local + external
 
 
 def _with_block_size(

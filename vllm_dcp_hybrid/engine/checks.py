@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vllm_dcp_hybrid import placement
+from vllm_dcp_hybrid import activation, placement
 from vllm_dcp_hybrid.errors import IllegalWorldSize, SharedMemoryTooSmall, UnsupportedFeature
+
+Unsupported = tuple[str, Callable[[], bool], str, str]
+"""(feature, is it asked for, why not, remedy)."""
 
 _MIB = 1024 * 1024
 _PLAIN_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
@@ -62,11 +65,21 @@ def check_config(vllm_config: Any) -> None:
         UnsupportedFeature: for the first one found.
         SharedMemoryTooSmall: on a CPU.
     """
-    for feature, is_asked_for, why, remedy in _unsupported(vllm_config):
-        if is_asked_for():
-            raise UnsupportedFeature(feature=feature, why=why, remedy=remedy)
-    if _is_cpu(vllm_config):
+    refuse_unsupported(vllm_config, _unsupported(vllm_config))
+    if activation.is_on_cpu(vllm_config):
         check_shared_memory(vllm_config.parallel_config.world_size)
+
+
+def refuse_unsupported(vllm_config: Any, features: Iterable[Unsupported]) -> None:
+    """Refuse the first feature of the list that is asked for.
+
+    Raises:
+        UnsupportedFeature.
+    """
+    where = "on CPUs" if activation.is_on_cpu(vllm_config) else "for hybrid models"
+    for feature, is_asked_for, why, remedy in features:
+        if is_asked_for():
+            raise UnsupportedFeature(feature=feature, where=where, why=why, remedy=remedy)
 
 
 def check_shared_memory(num_ranks: int, path: str = "/dev/shm") -> None:
@@ -85,8 +98,8 @@ def check_shared_memory(num_ranks: int, path: str = "/dev/shm") -> None:
         raise SharedMemoryTooSmall(free_mib=free // _MIB, needed_mib=needed // _MIB, num_ranks=num_ranks)
 
 
-def _unsupported(vllm_config: Any) -> Iterator[tuple[str, Callable[[], bool], str, str]]:
-    """(feature, is it asked for, why not, remedy), in the order in which they are checked."""
+def _unsupported(vllm_config: Any) -> Iterator[Unsupported]:
+    """In the order in which they are checked."""
     parallel = vllm_config.parallel_config
     yield (
         "Prefill context parallelism",
@@ -124,13 +137,16 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, Callable[[], bool], st
         "two half batches in flight would share one rank's collectives",
         "drop --enable-dbo and --ubatch-size",
     )
-    yield (
+    yield quantised_cache_on_cpu(vllm_config)
+
+
+def quantised_cache_on_cpu(vllm_config: Any) -> Unsupported:
+    """What the CPU engine cannot store."""
+    return (
         "A quantised KV cache on a CPU",
-        lambda: _is_cpu(vllm_config) and str(vllm_config.cache_config.cache_dtype) not in _PLAIN_CACHE_DTYPES,
+        lambda: (
+            activation.is_on_cpu(vllm_config) and str(vllm_config.cache_config.cache_dtype) not in _PLAIN_CACHE_DTYPES
+        ),
         "the CPU engine that returns the LSE stores keys and values unquantised",
         "use --kv-cache-dtype auto",
     )
-
-
-def _is_cpu(vllm_config: Any) -> bool:
-    return str(vllm_config.device_config.device_type) == "cpu"

@@ -16,14 +16,26 @@ def create_model_config(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Wraps ``EngineArgs.create_model_config``: the first moment at which both the model and the sizes are known."""
+    from vllm.platforms import current_platform
+
     model_config = wrapped(*args, **kwargs)
-    if instance.decode_context_parallel_size > 1 and model_config.is_hybrid and _may_act(instance):
+    if model_config.is_hybrid or current_platform.is_cpu():
+        check_sizes(instance, model_config)
+    return model_config
+
+
+def check_sizes(engine_args: Any, model_config: Any) -> None:
+    """Refuse an illegal DCP size, where there is DCP and the plugin may act.
+
+    Raises:
+        IllegalWorldSize.
+    """
+    if engine_args.decode_context_parallel_size > 1 and _may_act(engine_args):
         checks.check_world_size(
             model_config,
-            tp_size=instance.tensor_parallel_size,
-            dcp_size=instance.decode_context_parallel_size,
+            tp_size=engine_args.tensor_parallel_size,
+            dcp_size=engine_args.decode_context_parallel_size,
         )
-    return model_config
 
 
 def create_engine_config(
@@ -31,22 +43,39 @@ def create_engine_config(
 ) -> Any:
     """Wraps ``EngineArgs.create_engine_config``: the finished ``VllmConfig``, in the process that builds it."""
     vllm_config = wrapped(*args, **kwargs)
+    if is_to_act(vllm_config):
+        checks.check_config(vllm_config)
+        announce(vllm_config)
+    return vllm_config
+
+
+def is_to_act(vllm_config: Any) -> bool:
+    """Whether the plugin acts on this configuration; reads the switches, and writes the kill switch down.
+
+    Where its patches could not be applied it does not act: stock's own refusal protects the user.
+
+    Raises:
+        PluginNotApplied: if it is demanded and not in effect.
+    """
     if activation.plugin_options(vllm_config).get("required"):
         check_in_effect()
     if not activation.is_active(vllm_config):
-        return vllm_config
+        return False
     if activation.switched_off_by_environment():
         vllm_config.additional_config = with_options(vllm_config.additional_config, enabled=False)
-        return vllm_config
-    if not plugin.status().is_applied:
-        return vllm_config  # stock's own refusal protects the user
-    checks.check_config(vllm_config)
-    # The older of the two flags is honoured by stock in the engine core only; workers read the newer one.
+        return False
+    return plugin.status().is_applied
+
+
+def announce(vllm_config: Any) -> None:
+    """Settle the interleave for all processes, and say that the plugin acts.
+
+    The older of vLLM's two flags is honoured by stock in the engine core only; workers read the newer one.
+    """
     vllm_config.parallel_config.cp_kv_cache_interleave_size = activation.interleave_size(vllm_config)
     from vllm_dcp_hybrid.core import report
 
     report.log_activation("API server", vllm_config)
-    return vllm_config
 
 
 def check_in_effect() -> None:

@@ -21,6 +21,17 @@ def initialize_model(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     return model
 
 
+def initialize_model_on_cpu(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """As :func:`initialize_model`, for releases that check their own layers on GPUs."""
+    model = wrapped(*args, **kwargs)
+    vllm_config = args[0] if args else kwargs["vllm_config"]
+    if activation.uses_cpu_engine(vllm_config):
+        check_layers(vllm_config)
+    return model
+
+
 def check_layers(vllm_config: Any) -> None:
     """Refuse layers whose KV nobody places, or whose attention would be wrong over a shard.
 

@@ -25,6 +25,18 @@ def worker_base_init(
     wrapped(*args, **kwargs)
 
 
+def worker_base_init_on_cpu(
+    wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """As :func:`worker_base_init`, for releases whose own backends serve on GPUs."""
+    vllm_config = args[0] if args else kwargs["vllm_config"]
+    if activation.uses_cpu_engine(vllm_config):
+        register_attention_backends("CPU_ATTN")
+    elif _registered:
+        withdraw_attention_backends()
+    wrapped(*args, **kwargs)
+
+
 _BACKENDS = {
     "CPU_ATTN": "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend",
     "FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend",
@@ -32,12 +44,21 @@ _BACKENDS = {
 _registered: set[str] = set()
 
 
-def register_attention_backends() -> None:
-    """Put our attention backends under the names by which vLLM selects them; imported when first used."""
+def is_registered(name: str) -> bool:
+    """Whether our attention backend of this name serves in this process."""
+    return name in _registered
+
+
+def register_attention_backends(*names: str) -> None:
+    """Put our attention backends under the names by which vLLM selects them; imported when first used.
+
+    Args:
+        names: which; all if none are named.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name, path in _BACKENDS.items():
-        register_backend(AttentionBackendEnum[name], path)
+    for name in names or _BACKENDS:
+        register_backend(AttentionBackendEnum[name], _BACKENDS[name])
         _registered.add(name)
 
 
