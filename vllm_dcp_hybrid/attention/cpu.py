@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_dcp_group
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
@@ -28,26 +27,36 @@ from vllm_dcp_hybrid.attention.combine import combine_torch
 from vllm_dcp_hybrid.attention.plan import AttentionPlan, Row, make_plan
 from vllm_dcp_hybrid.core import kv_cache_specs
 
-# Fields that the step's common metadata and stock's CPU metadata have under the same name.
-_SHARED_FIELDS = (
-    *("num_actual_tokens", "max_query_len", "max_seq_len"),
-    *("query_start_loc", "seq_lens", "slot_mapping"),
-)
-
 
 @dataclass
-class DCPCPUAttentionMetadata(CPUAttentionMetadata):
-    """Stock's metadata and the step's plan."""
+class DCPCPUAttentionMetadata(AttentionMetadata):
+    """What the engine needs to know of a step, for the layers of one sharded KV cache group.
 
-    plan: AttentionPlan | None = None
-    exchange_tokens: torch.Tensor | None = None
-    """``[num_exchange_tokens]`` int64: the batch's tokens whose queries are gathered, decode rows first."""
+    Attributes:
+        block_table: ``[num_reqs, num_blocks]`` int32.
+        plan: the step's rows by kind.
+        exchange_tokens: ``[num_exchange_tokens]`` int64, the batch's tokens whose queries are gathered, decode rows
+            first.
+    """
+
+    block_table: torch.Tensor
+    plan: AttentionPlan
+    exchange_tokens: torch.Tensor
 
 
 class DCPCPUAttentionBackend(CPUAttentionBackend):
-    """CPU_ATTN for hybrid models under DCP."""
+    """CPU_ATTN under DCP."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    # The layer calls do_kv_cache_update before forward, also where stock's CPU backend writes inside of it (< 0.24).
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Blocks first, in every release (stock's is keys and values first up to 0.22)."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_impl_cls() -> type[DCPCPUAttentionImpl]:
@@ -73,10 +82,11 @@ class DCPCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> CPUAttentionMetadata:
+    ) -> AttentionMetadata:
         """The step's metadata; groups that store nothing are stock's business."""
         if not self.geometry.is_sharded:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            stock: AttentionMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return stock
         common = common_attn_metadata
         plan = make_plan(
             common.query_start_loc_cpu.tolist(),
@@ -85,9 +95,7 @@ class DCPCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         tokens = [token for row in plan.exchange_rows for token in range(row.start, row.end)]
         return DCPCPUAttentionMetadata(
-            **{name: getattr(common, name) for name in _SHARED_FIELDS},
             block_table=common.block_table_tensor,
-            scheduler_metadata=None,
             plan=plan,
             exchange_tokens=torch.tensor(tokens, dtype=torch.int64),
         )
@@ -100,6 +108,7 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
     """
 
     can_return_lse_for_decode = True
+    supports_dcp = True
     # Rows of several tokens with context never read their own tokens from the cache, so any interleave is right.
     supports_mtp_with_cp_non_trivial_interleave_size = True
 
@@ -115,11 +124,9 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the new tokens that this rank owns; the others carry the pad slot."""
-        if self.attn_type != AttentionType.DECODER:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-            return
-        cpu_kernels.write_kv(key, value, kv_cache, slot_mapping)
+        """Write the new tokens that this rank owns; the others carry the pad slot.  Encoders keep no cache."""
+        if self.attn_type == AttentionType.DECODER:
+            cpu_kernels.write_kv(key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -128,7 +135,7 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
+        attn_metadata: AttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -147,7 +154,6 @@ class DCPCPUAttentionImpl(CPUAttentionBackendImpl):
             )
             return result
         plan = attn_metadata.plan
-        assert plan is not None
         for row in plan.prefill_rows:
             output[row.start : row.end], _ = self._causal(row, query, key, value)
         if plan.needs_exchange:
