@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def extract_python(location: str, package: str, folder: Path) -> Path:
 
 def _ask_uv(uv: str, requirement: str) -> str:
     options = ["--quiet", "--no-deps", "--no-header", "--only-binary", ":all:", "--format", "pylock.toml"]
-    system = ["--python-version", _PYTHON, "--python-platform", _UV_PLATFORM]
+    # Nothing is built, so the interpreter of that version is not needed.
+    system = ["--no-python-downloads", "--python-version", _PYTHON, "--python-platform", _UV_PLATFORM]
     answer = _output([uv, "pip", "compile", "-", *options, *system], requirement)
     (wheel,) = tomllib.loads(answer)["packages"][0]["wheels"][:1]
     location: str = wheel.get("url") or Path(wheel["path"]).resolve().as_uri()
@@ -133,13 +135,22 @@ def _opened(location: str) -> Iterator[IO[bytes]]:
 
     http: Any = fsspec.filesystem("http", client_kwargs={"trust_env": True})
     location = location.partition("#")[0]
-    if http.info(location).get("partial"):
-        with http.open(location, block_size=_BLOCK_SIZE, cache_type="readahead") as file:
+    with http.open(location, block_size=_BLOCK_SIZE, cache_type="readahead") as file:
+        if _can_seek(file):
             yield file
-        return
+            return
     with tempfile.NamedTemporaryFile(suffix=".whl") as whole:
         http.get_file(location, whole.name)
         yield whole.file
+
+
+def _can_seek(file: IO[bytes]) -> bool:
+    """Whether the server sends the end of a file without the rest."""
+    try:
+        file.seek(-1, os.SEEK_END)
+        return len(file.read(1)) == 1
+    except ValueError:  # fsspec's answer to a server that ignores ranges
+        return False
 
 
 def _last_line(text: str) -> str:
