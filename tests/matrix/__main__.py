@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix: every release in an environment of its own, its contract tests, real engines, one table.
+
+uv run --extra cpu python tests/matrix run [--releases 0.25.1,0.32.0] [--engines all|ends|none] [--record]
+uv run --extra cpu python tests/matrix page [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+
+import releases as known
+import results
+import support_page
+from environments import PLACE, ROOT
+from runner import Options, Runner
+from table import results_table
+
+RECORD = ROOT / "docs" / "results" / "matrix.json"
+PAGE = ROOT / "docs" / "support.md"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tests every supported vLLM release.")
+
+
+class Engines(str, Enum):
+    """Of which releases engines are started."""
+
+    all = "all"
+    ends = "ends"
+    none = "none"
+
+
+@app.command(epilog="Exit status: 0 all passed; 1 something failed, or did not run although it should have.")
+def run(
+    releases: Annotated[str, typer.Option(help="Comma-separated; all with a file in patches/ if not given.")] = "",
+    engines: Annotated[
+        Engines, typer.Option(help="Start engines of all releases, of the oldest and the newest, or of none.")
+    ] = Engines.all,
+    is_brief: Annotated[
+        bool, typer.Option("--brief", help="Leave out what says the same everywhere, and all but one engine case.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Releases tested side by side; engines never are.")] = 1,
+    place: Annotated[
+        str, typer.Option("--environments", envvar=PLACE, help="Where environments lie; {release} may occur in it.")
+    ] = "",
+    keep: Annotated[bool, typer.Option(help="Keep environments for the next run: 1 GB each.")] = True,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Take the results into docs/results/matrix.json and docs/support.md.")
+    ] = False,
+) -> None:
+    """Make an environment per release, run its contract tests and engines, print a table."""
+    console = Console()
+    try:
+        chosen = known.choose([name for name in releases.split(",") if name], known.known_releases())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--releases") from error
+    options = Options(tuple(chosen), engines.value, is_brief=is_brief, jobs=jobs, place=place or None, keep=keep)
+    try:
+        found = Runner(options, console).run()
+    except known.IndexUnreachable as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error
+    console.print(results_table(found))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(results.to_json(found), "utf-8")
+    if record:
+        RECORD.write_text(results.to_json(results.merge(results.read(RECORD), found, known.known_releases())), "utf-8")
+        write_page()
+    wrong = results.problems(found, chosen)
+    for text in wrong:
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{len(chosen)} releases, {len(wrong)} problems", style="red" if wrong else "green")
+    raise typer.Exit(1 if wrong else 0)
+
+
+@app.command(epilog="Exit status: 0 written or equal, 1 different.")
+def page(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; say whether the page is up to date.")] = False,
+) -> None:
+    """Write docs/support.md from docs/results/matrix.json."""
+    if not check:
+        write_page()
+    elif PAGE.read_text("utf-8") != current_page():
+        typer.echo(f"{PAGE} is not what docs/results/ gives: run `python tests/matrix page`", err=True)
+        raise typer.Exit(1)
+
+
+def current_page() -> str:
+    """The page that the committed results give."""
+    return support_page.page(known.known_releases(), results.read(RECORD), support_page.read_gpu_results())
+
+
+def write_page() -> None:
+    PAGE.write_text(current_page(), "utf-8")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one case with the vLLM of this interpreter: ``python probe.py CASE RELEASE OUT.json``.
+
+Started by the matrix in the environment of a release; the answer is ``{"verdict", "numbers", "detail"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+
+from cases import CASES, REFUSAL, STOCK_REFUSALS, Case, case_named, required_hits, without_plugin, work
+from engines import Engines, Run, difference, without_dcp
+
+PASSED, FAILED = "passed", "failed"
+_LAST_LINES = 6000
+
+
+def compare(case: Case, release: str, engines: Engines) -> dict[str, Any]:
+    """DCP against no DCP: answers, prefix hits, warm answers, and one fingerprint in every process."""
+    ours = engines.run(case.engine, work())
+    theirs = engines.run(without_dcp(case.engine, block_size=None), work())
+    return judge(case, release, ours, theirs)
+
+
+def judge(case: Case, release: str, ours: Run, theirs: Run) -> dict[str, Any]:
+    """The verdict on two engines' answers."""
+    gap = difference(flat(ours), flat(theirs))
+    warm = difference(ours.phases[2], ours.phases[3])
+    hits = [request["num_cached_tokens"] for request in ours.phases[3]]
+    required = required_hits(release, case.engine.block_size or 0)
+    fingerprints = sorted(set(re.findall(r"fingerprint (\w+)\)", ours.log)))
+    wrong = [
+        f"mean difference {gap.mean:.2g} above {case.mean:g}" if gap.mean > case.mean else "",
+        f"largest difference {gap.largest:.2g} above {case.largest:g}" if gap.largest > case.largest else "",
+        f"warm answers differ from cold ones by {warm.largest:.2g}" if warm.largest > case.largest else "",
+        f"prefix hits {hits}, at least {required} expected" if fewer(hits, required) else "",
+        f"fingerprints {fingerprints}, one expected" if len(fingerprints) != 1 else "",
+        "the engine without DCP mentions the plugin" if "fingerprint" in theirs.log else "",
+    ]
+    numbers = {
+        "mean": gap.mean,
+        "largest": gap.largest,
+        "positions": gap.num_positions,
+        "warm_largest": warm.largest,
+        "hits": hits,
+        "required_hits": required,
+    }
+    return outcome("; ".join(filter(None, wrong)), numbers)
+
+
+def flat(run: Run) -> list[dict[str, Any]]:
+    """All requests of a run."""
+    return [request for phase in run.phases for request in phase]
+
+
+def fewer(hits: list[int], required: list[int]) -> bool:
+    return any(hit < least for hit, least in zip(hits, required, strict=True))
+
+
+def refuse(engines: Engines) -> dict[str, Any]:
+    """Without the plugin DCP 2 must end in stock's own words."""
+    code, log, _ = engines.attempt(without_plugin(CASES[0].engine), work()[1:2])
+    words = [text for text in STOCK_REFUSALS if text in " ".join(log.split())]
+    wrong = ""
+    if code in (0, 124):
+        wrong = f"the engine ended with {code}: it was not refused"
+    elif not words:
+        wrong = f"not in stock's words: {log[-_LAST_LINES:]}"
+    elif "fingerprint" in log:
+        wrong = "the plugin spoke although it was filtered out"
+    return outcome(wrong, {"words": words[0] if words else ""})
+
+
+def outcome(wrong: str, numbers: dict[str, Any]) -> dict[str, Any]:
+    return {"verdict": FAILED if wrong else PASSED, "numbers": numbers, "detail": wrong}
+
+
+def main() -> None:
+    name, release, out = sys.argv[1:]
+    # A matrix that is interrupted ends its engines: through `finally`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="vllm-dcp-hybrid-matrix-") as directory:
+        engines = Engines(Path(directory))
+        try:
+            answer = refuse(engines) if name == REFUSAL else compare(case_named(name), release, engines)
+        except AssertionError as error:
+            answer = outcome(str(error)[-_LAST_LINES:], {})
+    Path(out).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of engines, and the verdict on their answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import probe
+import pytest
+from cases import CASES, cases_for, required_hits, without_plugin, work
+from engines import Run
+from probe import judge
+from releases import known_releases
+
+LFM2 = CASES[0]
+FINGERPRINT = "plugin on vLLM 9 (20 patches, fingerprint 0a1b2c), engine core"
+
+
+def answers(hits: list[int], shift: float = 0.0, warm_shift: float = 0.0, log: str = FINGERPRINT) -> Run:
+    """What an engine says; every log-probability is off by `shift`, those of repeats by `warm_shift` more."""
+    phases = []
+    for number, phase in enumerate(work()):
+        moved = shift + (warm_shift if number == 3 else 0.0)
+        phases.append(
+            [
+                {
+                    "prompt_logprobs": [],
+                    "tokens": [7, 8],
+                    "logprobs": [-1.0 + moved, -2.0 + moved],
+                    "num_cached_tokens": hits[index] if number == 3 else 0,
+                }
+                for index, _ in enumerate(phase["prompts"])
+            ]
+        )
+    return Run(phases, log)
+
+
+HITS = required_hits("0.25.1")
+ORACLE = answers([0, 0, 0, 0], log="")
+
+
+def test_hits_are_whole_scheduler_blocks_before_029_and_stocks_own_since() -> None:
+    """The figures of TARGETS.md, section 5.4."""
+    assert HITS == [1088, 1632, 2720, 4896]
+    assert required_hits("0.28.0") == HITS
+    assert required_hits("0.29.0") == [1360, 1632, 2992, 4896]
+
+
+def test_a_prompt_of_a_whole_number_of_blocks_computes_its_last_token_again() -> None:
+    assert required_hits("0.25.1", 272, [544, 545, 1632]) == [0, 544, 1088]
+
+
+@pytest.mark.parametrize("version", known_releases())
+def test_every_known_release_has_a_case_and_a_number_of_hits(version: str) -> None:
+    assert cases_for(version)
+    assert cases_for(version, is_brief=True)
+    assert all(required_hits(version))
+
+
+def test_engines_that_agree_pass() -> None:
+    found = judge(LFM2, "0.25.1", answers(HITS, 1e-5), ORACLE)
+    assert found["verdict"] == probe.PASSED, found["detail"]
+    assert found["numbers"]["largest"] == pytest.approx(1e-5)
+    assert found["numbers"]["hits"] == HITS
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "sentence"),
+    [
+        (answers(HITS, 1e-3), ORACLE, "mean difference 0.001 above"),
+        (answers(HITS, 0.5), ORACLE, "largest difference 0.5 above"),
+        (answers(HITS, warm_shift=0.1), ORACLE, "warm answers differ"),
+        (answers([1088, 1632, 0, 4896]), ORACLE, "prefix hits"),
+        (answers(HITS, log=""), ORACLE, "fingerprints [], one expected"),
+        (answers(HITS, log=FINGERPRINT + FINGERPRINT.replace("0a1b2c", "ffffff")), ORACLE, "one expected"),
+        (answers(HITS), answers(HITS), "the engine without DCP mentions the plugin"),
+    ],
+    ids=["mean", "largest", "warm", "hits", "silent", "two-fingerprints", "oracle"],
+)
+def test_each_fault_is_named(ours: Run, theirs: Run, sentence: str) -> None:
+    found = judge(LFM2, "0.25.1", ours, theirs)
+    assert found["verdict"] == probe.FAILED
+    assert sentence in found["detail"]
+
+
+def test_more_hits_than_required_are_welcome() -> None:
+    assert judge(LFM2, "0.25.1", answers([hit + 272 for hit in HITS]), ORACLE)["verdict"] == probe.PASSED
+
+
+class Attempted:
+    """Engines of which the next attempt ends like this."""
+
+    def __init__(self, code: int, log: str) -> None:
+        self.result = (code, log, None)
+
+    def attempt(self, engine: object, work: object) -> tuple[int, str, None]:
+        return self.result
+
+
+REFUSED = "ValueError: ... requires attention implementations to return\n the softmax LSE during decode"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "verdict"),
+    [
+        (1, REFUSED, probe.PASSED),
+        (0, REFUSED, probe.FAILED),
+        (124, REFUSED, probe.FAILED),
+        (1, "ImportError", probe.FAILED),
+        (1, REFUSED + FINGERPRINT, probe.FAILED),
+    ],
+    ids=["stock-refuses", "it-ran", "it-hung", "another-error", "the-plugin-was-there"],
+)
+def test_a_refusal_counts_in_stocks_own_words_alone(code: int, log: str, verdict: str) -> None:
+    assert probe.refuse(Attempted(code, log))["verdict"] == verdict  # type: ignore[arg-type]
+
+
+def test_without_the_plugin_the_engine_is_the_same_otherwise() -> None:
+    engine = without_plugin(LFM2.engine)
+    assert dict(engine.environment).keys() == {"VLLM_PLUGINS", "VLLM_CPU_OMP_THREADS_BIND"}
+    assert replace(engine, environment=()) == LFM2.engine
