@@ -150,6 +150,16 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         )
     ),
     Patch(
+        name="whole-block-copies",
+        target="vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.block_copies:copy_kv_cache_blocks_inplace",
+        processes=("worker",),
+        releases=">=0.29",
+        why="a hit that ends within a block gets a copy of its recurrent state's bytes only, so wrong answers",
+        until="vLLM tells views of one address apart by their length",
+    ),
+    Patch(
         name="worker-report",
         target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
         how="wrap",

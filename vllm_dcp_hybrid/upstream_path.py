@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.dcp_hybrid")
 _ADDITIONS = {
     "prefill-chunk-ends": "chunk ends that keep prefix hits in align mode",
     "fresh-recurrent-state": "fresh recurrent states for prompts of one token",
-    "config-switches": "checks of the configuration",
+    "whole-block-copies": "whole copies of blocks that a prefix hit shares in part",
 }
 
 

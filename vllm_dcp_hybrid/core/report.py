@@ -36,9 +36,10 @@ def describe_groups(geometry: CacheGeometry) -> str:
 def log_activation(role: str, vllm_config: Any) -> None:
     """The line of a process that knows the configuration and no KV cache yet."""
     logger.info(
-        "%s, %s: Decode Context Parallelism for a hybrid model, size %d, interleave %d, %s",
+        "%s, %s: Decode Context Parallelism %s, size %d, interleave %d, %s",
         plugin.status().summary(),
         role,
+        "for a hybrid model" if vllm_config.model_config.is_hybrid else "on CPUs",
         activation.dcp_world_size(vllm_config),
         activation.interleave_size(vllm_config),
         vllm_config.parallel_config.dcp_comm_backend,

@@ -29,7 +29,9 @@ def worker_base_init_on_cpu(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """As :func:`worker_base_init`, for releases whose own backends serve on GPUs."""
+    global _is_active
     vllm_config = args[0] if args else kwargs["vllm_config"]
+    _is_active = activation.is_active(vllm_config)
     if activation.uses_cpu_engine(vllm_config):
         register_attention_backends("CPU_ATTN")
     elif _registered:
@@ -42,6 +44,12 @@ _BACKENDS = {
     "FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend",
 }
 _registered: set[str] = set()
+_is_active = False
+
+
+def is_active() -> bool:
+    """Whether the plugin is active in this worker, for functions that are not told the configuration."""
+    return _is_active
 
 
 def is_registered(name: str) -> bool:
