@@ -163,6 +163,20 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         why="stock's automatic binding stops where there are fewer NUMA nodes than ranks",
         until="vLLM divides one NUMA node's cores among ranks",
     ),
+    Patch(
+        name="cpu-page-alignment",
+        target="vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.cpu_block_size:update_block_size_for_backend",
+        leans_on=(
+            "vllm.platforms.interface:Platform._find_non_ssm_backend",
+            "vllm.platforms.interface:Platform._align_hybrid_block_size",
+        ),
+        processes=("engine_core", "worker"),
+        releases=">=0.20.2,<0.21",
+        why="on CPUs stock does not make attention and recurrent pages equal, so no hybrid has a KV cache",
+        until="0.21.0",
+    ),
     # The workers
     Patch(
         name="worker-backends",
@@ -247,6 +261,17 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         releases=_BEFORE_UPSTREAM,
         why="a prompt of one token starts from the state that the previous owner of its block left",
         until="GDN's metadata tells a prompt of one token from a decode row",
+    ),
+    Patch(
+        name="cpu-state-copies",
+        target="vllm.v1.worker.mamba_utils:batch_memcpy",
+        how="wrap",
+        replacement="vllm_dcp_hybrid.worker.cpu_state_copies:batch_memcpy",
+        leans_on=("vllm.v1.worker.mamba_utils:do_mamba_copy_block",),
+        processes=("worker",),
+        releases=">=0.20.2,<0.25",
+        why="stock copies recurrent states in Triton only, so hybrids have no prefix caching on CPUs",
+        until="0.25.0",
     ),
     # Names of vLLM 0.26's contract
     Patch(

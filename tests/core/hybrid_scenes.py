@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,16 +132,31 @@ def block_sizes(config: Any, groups: Any) -> tuple[int, int]:
 def make_manager(config: Any, groups: Any, *, use_eagle: bool = False) -> Any:
     """A `KVCacheManager` as the scheduler makes it."""
     scheduler_block, hash_block = block_sizes(config, groups)
-    return KVCacheManager(
-        kv_cache_config=groups,
-        max_model_len=config.model_config.max_model_len,
-        scheduler_block_size=scheduler_block,
-        hash_block_size=hash_block,
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        enable_caching=config.cache_config.enable_prefix_caching,
-        use_eagle=use_eagle,
-        dcp_world_size=config.parallel_config.decode_context_parallel_size,
-    )
+    arguments = {
+        "kv_cache_config": groups,
+        "max_model_len": config.model_config.max_model_len,
+        "scheduler_block_size": scheduler_block,  # from 0.23 on
+        "hash_block_size": hash_block,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "enable_caching": config.cache_config.enable_prefix_caching,
+        "use_eagle": use_eagle,
+        "dcp_world_size": config.parallel_config.decode_context_parallel_size,
+    }
+    accepted = inspect.signature(KVCacheManager).parameters
+    return KVCacheManager(**{name: value for name, value in arguments.items() if name in accepted})
+
+
+def keeps_states_of_common_prefixes() -> bool:
+    """Whether this release ends a chunk where attention was cached and no state was (from 0.24 on)."""
+    return "num_uncached_common_prefix_tokens" in inspect.signature(Scheduler._mamba_block_aligned_split).parameters
+
+
+def kv_token_capacity(config: Any, groups: Any) -> int:
+    """The tokens that vLLM reports to fit."""
+    if hasattr(kv_cache_utils, "get_kv_cache_capacity"):  # from 0.24 on
+        return int(kv_cache_utils.get_kv_cache_capacity(config, groups)[0])
+    concurrency = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, groups)
+    return int(concurrency * config.model_config.max_model_len)
 
 
 def make_scheduler(config: Any, groups: Any) -> Any:

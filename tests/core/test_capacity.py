@@ -19,11 +19,11 @@ B = 272
 def test_case_09_the_geometry_predicts_what_vllm_reports(
     scenes: Any, dcp: int, mode: str, max_len: int, num_speculative_blocks: int
 ) -> None:
-    """CASES 9: `get_kv_cache_capacity` of stock, to the token."""
+    """CASES 9: to the token."""
     config = scenes.engine_config(dcp=dcp, mode=mode, max_len=max_len)
     recurrent = scenes.recurrent_spec(B if mode == "align" else max_len, mode, num_speculative_blocks)
     groups = scenes.cache_config([recurrent, recurrent, recurrent, scenes.attention_spec()], num_blocks=977)
-    reported, _ = scenes.kv_cache_utils.get_kv_cache_capacity(config, groups)
+    reported = scenes.kv_token_capacity(config, groups)
     assert scenes.adapter.cache_geometry(groups, config).kv_token_capacity(977, max_len) == reported
 
 
@@ -35,7 +35,7 @@ def test_case_09_capacity_grows_with_the_dcp_size(scenes: Any, mode: str) -> Non
         config = scenes.engine_config(dcp=dcp, mode=mode, max_len=100_000)
         recurrent_block = B if mode == "align" else 100_000
         groups = scenes.cache_config(scenes.hybrid_groups(mode, recurrent_block=recurrent_block))
-        reported.append(scenes.kv_cache_utils.get_kv_cache_capacity(config, groups)[0])
+        reported.append(scenes.kv_token_capacity(config, groups))
     assert reported[0] < reported[1] < reported[2]
     # Long sequences are nearly all attention: the states cost next to nothing.
     assert reported[2] > 3.8 * reported[0]

@@ -143,6 +143,7 @@ def test_case_30_switched_off_the_user_sees_stocks_refusal(scenes: Any, mode: st
 def test_case_30_a_model_that_is_not_hybrid_sees_stocks_refusal(scenes: Any) -> None:
     """CASES 30: several groups without recurrent layers are not this plugin's business."""
     config = scenes.engine_config(dcp=2, kind="llama")
+    config.device_config.device_type = "cuda"
     groups = scenes.cache_config([scenes.attention_spec(), scenes.attention_spec(16, head_size=4352)])
     with pytest.raises(ValueError, match="do not support context parallelism"):
         scenes.block_sizes(config, groups)

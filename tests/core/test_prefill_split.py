@@ -91,6 +91,8 @@ def split(scenes: Any) -> Callable[..., int]:
     """The patched method, called on one of vLLM's own schedulers that has only what the method reads."""
 
     def call(stand_in: SimpleNamespace, *args: Any, is_stock: bool = False, **kwargs: Any) -> int:
+        if not scenes.keeps_states_of_common_prefixes():
+            kwargs.pop("num_uncached_common_prefix_tokens", None)
         scheduler = object.__new__(scenes.Scheduler)
         vars(scheduler).update(vars(stand_in))
         method = scheduler._mamba_block_aligned_split
@@ -127,7 +129,7 @@ def test_it_gets_on_where_stock_would_and_ends_on_the_last_boundary_it_reaches(
         wanted,
         local,
         0,
-        uncached,
+        num_uncached_common_prefix_tokens=uncached,
         is_stock=True,
     )
     scheduler = fake_scheduler(dcp=dcp, block_size=block, use_eagle=use_eagle)

@@ -17,7 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_dcp_hybrid import tiny_models
+from vllm_dcp_hybrid.cli.installed import find_vllm
 
 START_AND_RUN_LIMIT_S = float(os.environ.get("DCP_TEST_ENGINE_LIMIT_S", "420"))
 DRIVER = Path(__file__).with_name("driver.py")
@@ -69,12 +72,20 @@ class Engine:
             arguments["dcp_comm_backend"] = self.comm
         if self.is_on_gpu:
             arguments |= gpu_arguments(self.tp)
+        elif self.kind == "lfm2" and not has_short_conv_on_cpus():
+            arguments["worker_cls"] = "torch_short_conv.TorchShortConvWorker"
         for name in ("max_num_batched_tokens", "block_size", "dtype"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
         # Objects are written as JSON, since an engine is a key.
         extra = {name: json.loads(value) if str(value).startswith("{") else value for name, value in self.extra}
         return {**arguments, **extra}
+
+
+def has_short_conv_on_cpus() -> bool:
+    """Whether the installed vLLM's short convolutions run on CPUs."""
+    vllm = find_vllm()
+    return vllm is None or Version(vllm.version) >= Version("0.25")
 
 
 def gpu_arguments(tp: int) -> dict[str, Any]:
@@ -185,10 +196,12 @@ class Engines:
 
     def _environment(self, engine: Engine) -> dict[str, str]:
         """What the engine's process needs beside its arguments."""
+        here = Path(__file__).parent
+        worker_classes = str(here.with_name("gpu") if engine.is_on_gpu else here)
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (worker_classes, os.environ.get("PYTHONPATH"))))}
         if engine.is_on_gpu:
-            here = str(Path(__file__).parent.with_name("gpu"))
-            return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
-        environment = tiny_models.cpu_environment(engine.tp)
+            return path
+        environment = tiny_models.cpu_environment(engine.tp) | path
         if engine.dcp > 1:
             # The plugin binds the ranks; only stock needs to be told how.
             del environment["VLLM_CPU_OMP_THREADS_BIND"]

@@ -156,7 +156,8 @@ def test_an_unsupported_feature_says_what_why_and_what_to_do(
         check_config(config(**changes))
     message = str(caught.value)
     assert message.startswith(feature)
-    assert "is not supported together with Decode Context Parallelism for hybrid models because " in message
+    where = "on CPUs" if "CPU" in feature else "for hybrid models"
+    assert f"is not supported together with Decode Context Parallelism {where} because " in message
     assert message.endswith(f"; {remedy}.")
 
 
@@ -189,7 +190,7 @@ def test_case_31_a_small_dev_shm_says_how_much_it_has_and_how_much_is_needed(
 
 def test_a_refusal_crosses_process_boundaries() -> None:
     """Errors of workers are pickled on their way to the API server."""
-    error = UnsupportedFeature(feature="F", why="W", remedy="R")
+    error = UnsupportedFeature(feature="F", where="on Mars", why="W", remedy="R")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is UnsupportedFeature
     assert str(copy) == str(error)

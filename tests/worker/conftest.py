@@ -67,6 +67,7 @@ def make_runner(scenes: Any, set_dcp_group: Any) -> Callable[..., Any]:
         runner.max_num_reqs, runner.max_num_tokens = max_num_reqs, 512
         runner.device = scenes.torch.device("cpu")
         runner.num_spec_tokens, runner.is_pooling_model = 0, False
+        runner.pin_memory = False  # up to 0.23
         runner.input_batch = SimpleNamespace(logitsprocs=None, logitsprocs_need_output_token_ids=False)
         runner._init_block_sizes = runner._init_kernel_block_sizes = [16]
         blocks = [spec.block_size for spec in group_specs if "EncoderOnly" not in type(spec).__name__]

@@ -103,6 +103,17 @@ def test_building_again_with_the_same_sizes_keeps_the_tables(scenes: Any, make_r
     assert runner.input_batch is before
 
 
+def test_a_dense_model_on_a_cpu_keeps_the_table_that_stock_built_first(scenes: Any, make_runner: Any) -> None:
+    runner = make_runner([scenes.attention_spec()], dcp=2, rank=1, kind="llama")
+    (table,) = tables_of(runner)
+    del table._dcp_hybrid_geometry
+    runner.may_reinitialize_input_batch(runner.kv_cache_config, [B])
+    assert tables_of(runner) == [table]
+    assert table._dcp_hybrid_geometry.effective_block_size == 2 * B
+    assert (table.dcp_world_size, table.dcp_rank) == (2, 1)
+    assert table.max_num_blocks_per_req >= table._dcp_hybrid_geometry.table_width(8192)
+
+
 def test_one_line_of_rank_0_says_how_the_groups_are_laid_out(
     scenes: Any, make_runner: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

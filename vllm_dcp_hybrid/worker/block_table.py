@@ -50,7 +50,11 @@ def may_reinitialize_input_batch(
         result = wrapped(*args, **kwargs)
     finally:
         _pending.reset(token)
-    built = [getattr(table, _ATTRIBUTE, None) for table in instance.input_batch.block_table.block_tables]
+    stock_tables = instance.input_batch.block_table.block_tables
+    if len(tables) == len(stock_tables) == 1 and not hasattr(stock_tables[0], _ATTRIBUTE):
+        # A model with one group keeps its first table where the block size is as expected; stock's is wide enough.
+        bind_geometry(stock_tables[0], tables[0])
+    built = [getattr(table, _ATTRIBUTE, None) for table in stock_tables]
     if built != list(tables):
         raise RuntimeError(f"vllm-dcp-hybrid: block tables were built for {built}, the KV cache has {list(tables)}")
     if instance.parallel_config.rank == 0:

@@ -17,8 +17,10 @@ def worker_base_init(
     Attention backends go into vLLM's registry here, and only where the plugin is active, so that a dormant plugin
     leaves the registry alone.
     """
+    global _is_active
     vllm_config = args[0] if args else kwargs["vllm_config"]
-    if activation.is_active(vllm_config):
+    _is_active = activation.is_active(vllm_config)
+    if _is_active:
         register_attention_backends()
     elif _registered:
         withdraw_attention_backends()
