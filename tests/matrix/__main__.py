@@ -17,12 +17,15 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
+import changes as differences
 import releases as known
 import results
 import support_page
 from environments import PLACE, ROOT
 from runner import Options, Runner
 from table import results_table
+
+from vllm_dcp_hybrid.cli.sources import SourcesUnavailable, fetch_tree
 
 RECORD = ROOT / "docs" / "results" / "matrix.json"
 PAGE = ROOT / "docs" / "support.md"
@@ -93,6 +96,27 @@ def page(
     elif PAGE.read_text("utf-8") != current_page():
         typer.echo(f"{PAGE} is not what docs/results/ gives: run `python tests/matrix page`", err=True)
         raise typer.Exit(1)
+
+
+@app.command(epilog="Exit status: 0 shown, 1 the sources cannot be had.")
+def changes(
+    old: Annotated[str, typer.Argument(help="The release before.")],
+    new: Annotated[str, typer.Argument(help="The release to look at.")],
+) -> None:
+    """Show how the code that patches change or lean on differs between two releases."""
+    console = Console()
+    try:
+        roots = [fetch_tree(release) for release in (old, new)]
+    except SourcesUnavailable as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    found = list(differences.changes(old, roots[0], new, roots[1]))
+    for change in found:
+        console.print(f"\n{change.target}, for {', '.join(change.patches)}", style="bold", markup=False, soft_wrap=True)
+        for line in change.lines:
+            style = {"-": "red", "+": "green"}.get(line[:1], "")
+            console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{len(found)} differences between {old} and {new}", highlight=False)
 
 
 def current_page() -> str:

@@ -17,6 +17,8 @@ from environments import ROOT, Environment, child_environment
 from processes import TIMED_OUT, Finished, Processes, engine_lock
 from releases import CPU_WHEEL
 
+from vllm_dcp_hybrid.cli.diagnosis import APPLIES
+
 PASSED, FAILED = "passed", "failed"
 CONTRACT, DOCTOR, ENVIRONMENT = "contract", "doctor", "environment"
 _CONTRACT_LIMIT_S = 1200
@@ -92,9 +94,9 @@ def judge_doctor(done: Finished) -> Check:
         found = json.loads(done.output[done.output.index("{") :])
     except ValueError:
         return Check(DOCTOR, FAILED, done.seconds, {}, f"no JSON: {done.output[-_DETAIL:]}")
-    patches = found.get("patches", [])
-    numbers = {"status": done.code, "patches": len(patches)}
-    if done.code or not found.get("would_be_applied") or not patches:
+    num_applied = sum(patch["state"] == APPLIES for patch in found.get("patches", []))
+    numbers = {"status": done.code, "patches": num_applied}
+    if done.code or not found.get("would_be_applied") or not num_applied:
         return Check(DOCTOR, FAILED, done.seconds, numbers, " ".join(found.get("reasons", [])) or "no patch")
     return Check(DOCTOR, PASSED, done.seconds, numbers)
 

@@ -63,8 +63,11 @@ def test_anything_less_is_a_failure(code: int, children: tuple[str, ...] | None)
     assert check.detail
 
 
+PATCHES = [{"state": "applies"}, {"state": "for another release"}, {"state": "applies"}]
+
+
 def doctor(**changes: object) -> str:
-    return "a warning\n" + json.dumps({"would_be_applied": True, "reasons": [], "patches": [{}, {}], **changes})
+    return "a warning\n" + json.dumps({"would_be_applied": True, "reasons": [], "patches": PATCHES, **changes})
 
 
 def test_a_doctor_that_is_content_is_green() -> None:
@@ -77,7 +80,7 @@ def test_a_doctor_that_is_content_is_green() -> None:
     [
         Finished(1, doctor(would_be_applied=False, reasons=["drifted"]), 1.0),
         Finished(0, doctor(would_be_applied=False), 1.0),
-        Finished(0, doctor(patches=[]), 1.0),
+        Finished(0, doctor(patches=PATCHES[1:2]), 1.0),
         Finished(1, doctor(), 1.0),
         Finished(0, "Traceback", 1.0),
     ],
