@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,7 +21,10 @@ from cases import CASES, REFUSAL, STOCK_REFUSALS, Case, case_named, required_hit
 from engines import Engines, Run, difference, without_dcp
 
 PASSED, FAILED = "passed", "failed"
-_LAST_LINES = 6000
+_LAST_CHARACTERS = 1500
+# (EngineCore pid=12) ERROR 11-29 18:30:33 [core.py:1136]
+_BEGINNING = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_EXCEPTION = re.compile(r"\b[A-Za-z]+(?:Error|Exception): ")
 
 
 def compare(case: Case, release: str, engines: Engines) -> dict[str, Any]:
@@ -68,15 +72,27 @@ def fewer(hits: list[int], required: list[int]) -> bool:
 def refuse(engines: Engines) -> dict[str, Any]:
     """Without the plugin DCP 2 must end in stock's own words."""
     code, log, _ = engines.attempt(without_plugin(CASES[0].engine), work()[1:2])
-    words = [text for text in STOCK_REFUSALS if text in " ".join(log.split())]
+    said = plain_text(log)
+    words = [text for text in STOCK_REFUSALS if text in said]
     wrong = ""
     if code in (0, 124):
         wrong = f"the engine ended with {code}: it was not refused"
     elif not words:
-        wrong = f"not in stock's words: {log[-_LAST_LINES:]}"
+        wrong = f"not in stock's words: {causes(log)}"
     elif "fingerprint" in log:
         wrong = "the plugin spoke although it was filtered out"
     return outcome(wrong, {"words": words[0] if words else ""})
+
+
+def plain_text(log: str) -> str:
+    """A log as one line, without the beginnings of its lines: messages run over several."""
+    return " ".join(_BEGINNING.sub("", line).strip() for line in log.splitlines())
+
+
+def causes(log: str) -> str:
+    """The exceptions of a log, each once, and its end."""
+    lines = dict.fromkeys(_BEGINNING.sub("", line).strip() for line in log.splitlines() if _EXCEPTION.search(line))
+    return "\n".join([*lines, "...", log[-_LAST_CHARACTERS:]])
 
 
 def outcome(wrong: str, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +108,10 @@ def main() -> None:
         try:
             answer = refuse(engines) if name == REFUSAL else compare(case_named(name), release, engines)
         except AssertionError as error:
-            answer = outcome(str(error)[-_LAST_LINES:], {})
+            logs = [log.read_text(errors="replace") for log in sorted(Path(directory).glob("*.log"))]
+            answer = outcome(causes("\n".join([*logs, str(error)])), {})
+        for log in Path(directory).glob("*.log"):
+            shutil.copyfile(log, Path(out).with_name(f"{name}.{log.name}"))
     Path(out).write_text(json.dumps(answer))
 
 

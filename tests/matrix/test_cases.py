@@ -97,7 +97,11 @@ class Attempted:
         return self.result
 
 
-REFUSED = "ValueError: ... requires attention implementations to return\n the softmax LSE during decode"
+BEGINNING = "(Worker pid=7) ERROR 11-29 18:30:33 [core.py:1136]"
+REFUSED = (
+    f"{BEGINNING} AssertionError: requires attention implementations to return\n"
+    f"{BEGINNING} the softmax LSE during decode"
+)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,11 @@ REFUSED = "ValueError: ... requires attention implementations to return\n the so
 )
 def test_a_refusal_counts_in_stocks_own_words_alone(code: int, log: str, verdict: str) -> None:
     assert probe.refuse(Attempted(code, log))["verdict"] == verdict  # type: ignore[arg-type]
+
+
+def test_a_failure_tells_the_exceptions_first() -> None:
+    log = f"{BEGINNING} ValueError: no cores\n" * 2 + "x\n" * 2000
+    assert probe.causes(log).startswith("ValueError: no cores\n...\nx")
 
 
 def test_without_the_plugin_the_engine_is_the_same_otherwise() -> None:
