@@ -53,6 +53,7 @@ class Engine:
     skew_kv_heads: bool = False
     is_eager: bool = True
     is_on_gpu: bool = False
+    python: str = sys.executable
     environment: tuple[tuple[str, str], ...] = ()
     extra: tuple[tuple[str, Any], ...] = field(default=())
 
@@ -190,7 +191,7 @@ class Engines:
             "phases": work,
         }
         stem.with_suffix(".spec.json").write_text(json.dumps(spec))
-        command = [sys.executable, str(DRIVER), f"{stem}.spec.json", f"{stem}.out.json"]
+        command = [engine.python, str(DRIVER), f"{stem}.spec.json", f"{stem}.out.json"]
         code, log = run_limited(command, stem.with_suffix(".log"), START_AND_RUN_LIMIT_S)
         return code, log, stem
 
