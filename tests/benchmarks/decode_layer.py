@@ -41,7 +41,8 @@ def measure(sides: dict[str, Side], case: dict[str, Any], arguments: argparse.Na
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for round_number in range(arguments.rounds):
         for name, side in sides.items():
-            with_kernels = arguments.kernels and round_number == 0 and not case["is_graph"]
+            is_first = round_number == 0 and case["context"] == min(arguments.context)
+            with_kernels = arguments.kernels and is_first and not case["is_graph"]
             request = {"case": case, "repeats": arguments.repeats, "with_kernels": with_kernels}
             answers[name].append(side.ask(request))
     return {"case": case, "sides": {name: summarise(of_side) for name, of_side in answers.items()}}

@@ -197,6 +197,8 @@ class Engines:
 
     def _environment(self, engine: Engine) -> dict[str, str]:
         """What the engine's process needs beside its arguments."""
+        if engine.python != sys.executable:
+            return {}  # that interpreter finds its packages by itself
         here = Path(__file__).parent
         worker_classes = str(here.with_name("gpu") if engine.is_on_gpu else here)
         path = {"PYTHONPATH": os.pathsep.join(filter(None, (worker_classes, os.environ.get("PYTHONPATH"))))}

@@ -19,10 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = "needs torch and a CUDA device"
     else:
         reason = "needs a CUDA device"
-    if torch is None or not torch.cuda.is_available():
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    num_devices = 0 if torch is None else torch.cuda.device_count()
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if not num_devices:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif "multi_gpu" in item.keywords and num_devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers under load, side by side on the same two GPUs: the plugin at DCP 2 and 1, and stock 0.26.0 at DCP 2.
+
+    PYTHON server.py --plugin PYTHON --stock PYTHON --out results.json
+
+Run by an interpreter with vLLM 0.25.1 and this package (the load is `vllm bench serve`, random dataset); --stock is one
+with 0.26.0. All servers stay up with a KV cache of the same bytes each, and are loaded in turn, round by round, so that
+only one of them works at a time. Each workload asks for about three times the KV tokens that DCP 1 has: DCP 1 runs out
+of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from models import make_model, num_parameters
+from servers import KINDS, kv_tokens, running
+
+KEPT = (
+    *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
+    *("output_throughput", "total_token_throughput"),
+    *("mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_ttft_ms", "median_ttft_ms"),
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`num_prompts` requests of random tokens, all sent at once."""
+
+    context: int
+    num_prompts: int
+    output_len: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.context}x{self.num_prompts}"
+
+
+def bench(workload: Workload, port: int, model: Path, seed: int) -> dict[str, Any]:
+    """One run of `vllm bench serve`, in this process: starting it anew takes longer than most runs."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    arguments = parser.parse_args(
+        [
+            *("--backend", "openai", "--port", str(port), "--model", "model", "--tokenizer", str(model)),
+            *("--dataset-name", "random", "--random-input-len", str(workload.context)),
+            *("--random-output-len", str(workload.output_len), "--num-prompts", str(workload.num_prompts)),
+            *("--ignore-eos", "--temperature", "0", "--seed", str(seed), "--disable-tqdm"),
+        ]
+    )
+    result = asyncio.run(serve.main_async(arguments))
+    return {name: result[name] for name in KEPT}
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the rounds, and the rounds of the two figures that count."""
+    summary = {name: round(statistics.median(run[name] for run in runs), 3) for name in KEPT}
+    summary["rounds_output_throughput"] = [round(run["output_throughput"], 2) for run in runs]
+    summary["rounds_median_tpot_ms"] = [round(run["median_tpot_ms"], 3) for run in runs]
+    return summary
+
+
+def ratios(of_servers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Throughput and TPOT of the first server over those of each other one: median, smallest and largest round."""
+    (_, first), *others = of_servers.items()
+    found: dict[str, Any] = {}
+    for name, other in others:
+        found[name] = {}
+        for figure in ("output_throughput", "median_tpot_ms"):
+            rounds = zip(first[f"rounds_{figure}"], other[f"rounds_{figure}"], strict=True)
+            each = sorted(a / b for a, b in rounds)
+            found[name][figure] = [round(value, 3) for value in (statistics.median(each), each[0], each[-1])]
+    return found
+
+
+def parse(text: str) -> Workload:
+    """CONTEXT:PROMPTS:OUTPUT."""
+    return Workload(*map(int, text.split(":")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plugin", required=True, help="interpreter with vLLM 0.25.1 and this package")
+    parser.add_argument("--stock", required=True, help="interpreter with vLLM 0.26.0")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--servers", nargs="+", choices=KINDS, default=list(KINDS)[:3])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--num-layers", type=int, default=32)
+    parser.add_argument("--kv-mib", type=int, default=640, help="KV cache of each rank, MiB")
+    parser.add_argument(
+        "--workload",
+        type=parse,
+        action="append",
+        metavar="CONTEXT:PROMPTS:OUTPUT",
+        help="default: 4096:120:512, 32768:15:512, 131072:4:512, and 32768:4:512, which fits DCP 1",
+    )
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more arguments of vllm serve")
+    arguments = parser.parse_args()
+    workloads = arguments.workload or [
+        *(Workload(32768, 4, 512), Workload(4096, 120, 512)),
+        *(Workload(32768, 15, 512), Workload(131072, 4, 512)),
+    ]
+    logs = arguments.out.parent
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model", num_layers=arguments.num_layers)
+        config = json.loads((model / "config.json").read_text())
+        flags = [
+            *("--max-model-len", "135000", "--kv-cache-memory-bytes", str(arguments.kv_mib << 20)),
+            *("--gpu-memory-utilization", "0.15", *arguments.extra),
+        ]
+        kinds = {name: KINDS[name] for name in arguments.servers}
+        report: dict[str, Any] = {"command": sys.argv, "model": config, "num_parameters": num_parameters(config)}
+        pythons = {True: arguments.plugin, False: arguments.stock}
+        with running(kinds, pythons, model, flags, logs) as servers:
+            kinds = {name: kinds[name] for name in servers}
+            ports = {name: server.command[-1] for name, server in servers.items()}
+            report["kv_tokens"] = {name: kv_tokens(logs / f"{name}.log") for name in kinds}
+            print("KV tokens", report["kv_tokens"], flush=True)
+            for name in kinds:
+                bench(Workload(2048, 8, 32), int(ports[name]), model, seed=99)  # warm-up
+            report["workloads"] = []
+            for number, workload in enumerate(workloads):
+                runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+                for round_number in range(arguments.rounds):
+                    for name in kinds:
+                        seed = 10 * number + round_number
+                        runs[name].append(bench(workload, int(ports[name]), model, seed))
+                of_servers = {name: summarise(of_server) for name, of_server in runs.items()}
+                result = {
+                    "workload": asdict(workload),
+                    "servers": of_servers,
+                    "ratio_of_the_first_to": ratios(of_servers),
+                }
+                report["workloads"].append(result)
+                print("SUMMARY", workload.name, json.dumps({
+                    name: {figure: summary[figure] for figure in ("duration", "output_throughput", "median_tpot_ms")}
+                    for name, summary in of_servers.items()
+                }), flush=True)  # fmt: skip
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
