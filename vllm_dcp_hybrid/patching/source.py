@@ -186,13 +186,23 @@ class SourceTree:
         except SourceNotFound:
             return f"module {module}, which does not exist"
 
+    def read(self, module: str) -> bytes:
+        """The file of a module.
+
+        Raises:
+            SourceNotFound: there is none.
+        """
+        if module not in self._bytes:
+            self._bytes[module] = self.file_of(module).read_bytes()
+        return self._bytes[module]
+
     def file_digest(self, module: str) -> str:
         """Hex digest of the whole file: equal files need no look at their blocks."""
-        return hashlib.sha256(self._read(module)).hexdigest()[:_DIGEST_LENGTH]
+        return hashlib.sha256(self.read(module)).hexdigest()[:_DIGEST_LENGTH]
 
     def outline(self, module: str) -> Outline:
         if module not in self._outlines:
-            text = self._read(module).decode("utf-8-sig").replace("\r\n", "\n")
+            text = self.read(module).decode("utf-8-sig").replace("\r\n", "\n")
             self._outlines[module] = Outline(text)
         return self._outlines[module]
 
@@ -217,11 +227,6 @@ class SourceTree:
         block = self.block(target)
         file = self.relative_file_of(split_name(target).module)
         return SourceRecord(target, file, block.line, block.signature, block.digest)
-
-    def _read(self, module: str) -> bytes:
-        if module not in self._bytes:
-            self._bytes[module] = self.file_of(module).read_bytes()
-        return self._bytes[module]
 
 
 def package_root(package: str) -> Path:
