@@ -32,10 +32,7 @@ SAME_EVERYWHERE = (
     "tests/patching/test_stock_vllm.py::test_no_function_of_stock_vllm_is_taken_for_a_foreign_patch",
 )
 # Contract tests that import nothing of vLLM: all that can be asked of bare sources.
-OF_SOURCES = (
-    "tests/test_declarations.py",
-    "tests/cli/test_record.py",
-)
+OF_SOURCES = ("tests/test_declarations.py",)
 
 
 @dataclass(frozen=True)
@@ -111,19 +108,20 @@ def judge_engine(name: str, done: Finished, answer: str | None) -> Check:
 
 @dataclass(frozen=True)
 class Python:
-    """An interpreter, and the variables with which it finds the vLLM to test."""
+    """An interpreter, the directory `vllm` to test, and the variables with which the one finds the other."""
 
     executable: Path
+    vllm: Path
     variables: tuple[tuple[str, str], ...] = ()
 
 
 def python_of(environment: Environment) -> Python:
-    return Python(environment.python)
+    return Python(environment.python, environment.site_packages / "vllm")
 
 
-def python_with_sources(directory: Path) -> Python:
-    """This interpreter, with a directory of sources before its own packages."""
-    return Python(Path(sys.executable), (("PYTHONPATH", str(directory)),))
+def python_with_sources(vllm: Path) -> Python:
+    """This interpreter, with sources before its own packages."""
+    return Python(Path(sys.executable), vllm, (("PYTHONPATH", str(vllm.parent)),))
 
 
 class Checker:
@@ -170,6 +168,8 @@ class Checker:
         report = self.directory / "contract.xml"
         report.unlink(missing_ok=True)
         command = ["-m", "pytest", "-m", "contract", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # Tests of a release are for this one alone, and for these sources rather than cached ones.
+        command += ["--release", self.release, "--require-sources", "--vllm-source", str(self.python.vllm)]
         done = self._start([*command, *self._selection()], "contract", _CONTRACT_LIMIT_S)
         return judge_contract(done, report.read_text() if report.is_file() else None)
 

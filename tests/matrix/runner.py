@@ -114,7 +114,7 @@ class Runner:
                 environment = prepare(release, self.options.place)
             return python_of(environment), environment.versions(), environment
         tree: Path = fetch_tree(release)
-        return python_with_sources(tree.parent), {"vllm": f"{release} (sources)"}, None
+        return python_with_sources(tree), {"vllm": f"{release} (sources)"}, None
 
     def _show(self, release: str, check: Check) -> None:
         style = "" if check.has_passed else "red"

@@ -117,7 +117,9 @@ def test_what_a_brief_run_leaves_out_exists() -> None:
 
 def test_every_check_is_shown_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the interpreter: no check can pass, and none stops the others."""
-    checker = Checker("9.9", CPU_WHEEL, Python(Path("/bin/true")), Processes(), tmp_path / "logs", is_brief=True)
+    checker = Checker(
+        "9.9", CPU_WHEEL, Python(Path("/bin/true"), tmp_path), Processes(), tmp_path / "logs", is_brief=True
+    )
     monkeypatch.setenv("DCP_ENGINE_LOCK", str(tmp_path / "lock"))
     shown: list[str] = []
     found = checker.run([CONTRACT, DOCTOR, "lfm2"], lambda release, check: shown.append(f"{release} {check.name}"))
