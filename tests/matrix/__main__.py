@@ -7,9 +7,11 @@ uv run --extra cpu python tests/matrix page [--check]
 
 from __future__ import annotations
 
+import signal
 import sys
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -67,6 +69,8 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--releases") from error
     options = Options(tuple(chosen), engines.value, is_brief=is_brief, jobs=jobs, place=place or None, keep=keep)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     try:
         found = Runner(options, console).run()
     except known.IndexUnreachable as error:
@@ -117,6 +121,11 @@ def changes(
             style = {"-": "red", "+": "green"}.get(line[:1], "")
             console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{len(found)} differences between {old} and {new}", highlight=False)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends a run through every `finally`, also where it was started in the background."""
+    raise KeyboardInterrupt
 
 
 def current_page() -> str:
