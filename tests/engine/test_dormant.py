@@ -58,7 +58,9 @@ CallMaker = Callable[[Any, bool], Call]
 def _scheduler(config: Any) -> Any:
     dcp = config.parallel_config.decode_context_parallel_size
     # Where DCP is on but the plugin is not, there is one group, and its scheduler block is what stock made it.
-    return SimpleNamespace(block_size=16, cache_config=config.cache_config, dcp_world_size=dcp, use_eagle=False)
+    return SimpleNamespace(
+        block_size=16, cache_config=config.cache_config, dcp_world_size=dcp, use_eagle=False, vllm_config=config
+    )
 
 
 CALLS: dict[str, CallMaker] = {
@@ -83,6 +85,7 @@ CALLS: dict[str, CallMaker] = {
         },
     ),
     "prefill-chunk-ends": lambda config, _: (_scheduler(config), (object(), 99), {"num_external_computed_tokens": 0}),
+    "engine-core-report": lambda config, _: (_scheduler(config), (object(),), {"block_size": object()}),
     "cpu-cores-per-rank": lambda config, _: (object(), (config,), {}),
     "cpu-page-alignment": lambda config, _: (object(), (config,), {}),
     "worker-backends": lambda config, _: (object(), (config,), {"rank": object()}),
@@ -95,6 +98,8 @@ CALLS: dict[str, CallMaker] = {
     ),
     "slot-mapping": lambda config, _: (SimpleNamespace(), (object(), object(), object()), {}),
     "cpu-state-copies": lambda config, _: (None, (object(), object(), object()), {}),
+    "whole-block-copies": lambda config, _: (None, ([object()], object(), object()), {}),
+    "worker-report": lambda config, _: (SimpleNamespace(vllm_config=config, rank=0), (object(),), {}),
     "fresh-recurrent-state": lambda config, _: (SimpleNamespace(vllm_config=config), (object(),), {}),
 }
 
@@ -151,7 +156,7 @@ def test_case_29_an_idle_wrapper_passes_the_same_objects_on(
     assert all(got_kwargs[key] is kwargs[key] for key in kwargs)
     # A constructor's wrapper has nothing to return.
     returns_nothing = {"worker-backends", "block-table-geometry", "cpu-cores-per-rank", "slot-mapping"}
-    returns_nothing |= {"cpu-page-alignment", "cpu-state-copies"}
+    returns_nothing |= {"cpu-page-alignment", "cpu-state-copies", "engine-core-report", "whole-block-copies"}
     assert found is answer or (name in returns_nothing and found is None)
 
 
