@@ -134,6 +134,8 @@ def main() -> int:
         ]
         requests = plan_requests(arguments.requests, arguments.long, arguments.seed)
         with running({"hang-watch": kind}, {True: arguments.plugin}, model, flags, arguments.out.parent) as servers:
+            if not servers:
+                return 1
             begin = time.monotonic()
             port = int(servers["hang-watch"].command[-1])
             try:
