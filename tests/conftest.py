@@ -16,8 +16,7 @@ import pytest
 
 from vllm_dcp_hybrid.cli import sources
 from vllm_dcp_hybrid.cli.installed import find_vllm
-from vllm_dcp_hybrid.cli.record import known_releases
-from vllm_dcp_hybrid.patching import public_version
+from vllm_dcp_hybrid.patching import known_releases, public_version
 
 REQUIRE_VARIABLE = "DCP_HYBRID_REQUIRE_SOURCES"
 

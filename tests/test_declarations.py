@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from source_edits import EditedTree, definitions, parse, source_of, with_added, with_changed_lines, with_renamed
+
 from vllm_dcp_hybrid import patching, plugin
 from vllm_dcp_hybrid.cli import sources
-from vllm_dcp_hybrid.cli.record import differences, known_releases, moves
+from vllm_dcp_hybrid.cli.record import differences, moves
 from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, ERAS, FEATURE_PATCHES, era_of
-from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceTree
+from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceTree, known_releases
 from vllm_dcp_hybrid.patching.patch import check_unique, split_name
 from vllm_dcp_hybrid.patching.release_file import fingerprinted
 

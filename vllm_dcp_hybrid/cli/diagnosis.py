@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from vllm_dcp_hybrid.cli import installed
 from vllm_dcp_hybrid.cli.installed import InstalledVLLM
 from vllm_dcp_hybrid.cli.machine import Machine, this_machine
 from vllm_dcp_hybrid.cli.refusals import Refusal, declared_refusals
-from vllm_dcp_hybrid.declarations import ALL_PATCHES
+from vllm_dcp_hybrid.declarations import ALL_PATCHES, ERAS, Era, era_of
 
 APPLIES = "applies"
 OTHER_RELEASE = "not for this release"
 NO_VLLM = "no vLLM"
+NOT_APPLIED = "not applied"
+# What is found where the installed vLLM is not the release that it says it is.
+_DIFFERENCES = (patching.DriftedTarget, patching.MissingTarget, patching.NameTaken)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class PatchFinding:
     """One patch, and what would become of it.
 
     Attributes:
-        state: `APPLIES`, `OTHER_RELEASE`, `NO_VLLM`, or the sentence that says what is wrong.
+        state: `APPLIES`, `OTHER_RELEASE`, `NO_VLLM`, `NOT_APPLIED` where the release is not known, or the sentence that
+            says what is wrong.
     """
 
     name: str
@@ -43,19 +48,22 @@ class Diagnosis:
 
     Attributes:
         vllm: the installed vLLM, None where there is none.
+        era: what the plugin is for in its release, None where nothing is applied to that.
         release_file: the fingerprints of its release, None where the release is not known.
         release_dir: where such files lie.
-        known_releases: the releases that have one.
+        known_releases: the releases that have one, oldest first.
         entry_point: what vLLM would load under the plugin's name, None where it finds nothing.
         allowed_plugins: `VLLM_PLUGINS`, None where it is not set.
         is_switched_off: whether the kill switch is set.
         patches: in the order in which they are applied.
-        reasons: why the plugin would not be in effect, one sentence each; empty where it would.
+        reasons: why the plugin would not be in effect, one sentence each; empty where it would. The source comes first.
+        num_differences: how many of them, from the first on, say that the source is not that of the release.
         refused: what is refused although the plugin is in effect.
         machine: what it would run on.
     """
 
     vllm: InstalledVLLM | None
+    era: Era | None
     release_file: Path | None
     release_dir: Path
     known_releases: tuple[str, ...]
@@ -64,6 +72,7 @@ class Diagnosis:
     is_switched_off: bool
     patches: tuple[PatchFinding, ...]
     reasons: tuple[str, ...]
+    num_differences: int
     refused: tuple[Refusal, ...]
     machine: Machine
 
@@ -75,26 +84,40 @@ class Diagnosis:
         return 1 if self.reasons else 0
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """The fields of a diagnosis that follow from vLLM's source."""
+
+    release_file: Path | None
+    patches: tuple[PatchFinding, ...]
+    reasons: tuple[str, ...]
+    num_differences: int = 0
+
+
 def diagnose() -> Diagnosis:
     """Look at this interpreter, its environment and this machine; imports neither torch nor vLLM."""
     vllm = installed.find_vllm()
     release_dir = patching.release_dir()
-    known = tuple(sorted(path.stem for path in release_dir.glob("*.toml")))
+    known = patching.known_releases(release_dir)
     entry_point = installed.entry_point()
     allowed = installed.allowed_plugins()
     is_switched_off = activation.switched_off_by_environment()
-    release_file, findings, reasons = _check_patches(vllm, known)
+    checked = _check_patches(vllm, known)
+    era = era_of(vllm.version) if vllm is not None and checked.release_file is not None else None
     return Diagnosis(
         vllm=vllm,
-        release_file=release_file,
+        era=era,
+        release_file=checked.release_file,
         release_dir=release_dir,
         known_releases=known,
         entry_point=entry_point,
         allowed_plugins=allowed,
         is_switched_off=is_switched_off,
-        patches=findings,
-        reasons=(*reasons, *_environment_reasons(entry_point, allowed, is_switched_off)),
-        refused=tuple(declared_refusals()),
+        patches=checked.patches,
+        num_differences=checked.num_differences,
+        reasons=(*checked.reasons, *_environment_reasons(entry_point, allowed, is_switched_off)),
+        # Without a release: those of the whole feature.
+        refused=tuple(declared_refusals(era or ERAS[0])),
         machine=this_machine(),
     )
 
@@ -117,36 +140,47 @@ def _environment_reasons(entry_point: str | None, allowed: list[str] | None, is_
     return reasons
 
 
-def _check_patches(
-    vllm: InstalledVLLM | None, known: tuple[str, ...]
-) -> tuple[Path | None, tuple[PatchFinding, ...], list[str]]:
-    """(release file, one finding per patch, reasons not to apply any)."""
+def _check_patches(vllm: InstalledVLLM | None, known: tuple[str, ...]) -> _Checked:
     if vllm is None:
-        return None, tuple(_finding(patch, NO_VLLM) for patch in ALL_PATCHES), ["No vLLM is installed."]
+        return _Checked(None, _findings(dict.fromkeys(ALL_PATCHES, NO_VLLM)), ("No vLLM is installed.",))
     try:
         selected = patching.select(ALL_PATCHES, vllm.version)
         path = patching.release_path(vllm.version)
     except InvalidVersion:
         reason = f"vLLM at {vllm.root} calls itself {vllm.version!r}, which is no version: install a released vLLM."
-        return None, tuple(_finding(patch, OTHER_RELEASE) for patch in ALL_PATCHES), [reason]
+        return _Checked(None, _findings({}), (reason,))
     release_file = patching.load_release(vllm.version)
     if release_file is None or not selected:
         reason = (
             f"vLLM {vllm.version} is not a release that this version of the plugin knows "
             f"({', '.join(known) or 'none'}), so nothing would be applied: install one of those."
         )
-        return None, tuple(_finding(patch, OTHER_RELEASE) for patch in ALL_PATCHES), [reason]
+        return _Checked(None, _findings(dict.fromkeys(selected, NOT_APPLIED)), (reason,))
     owner = f"vllm-dcp-hybrid {__version__}"
     problems = [
         *patching.check(selected, release_file, vllm.root, version=vllm.version, owner=owner),
         *patching.missing_replacements(selected),
     ]
     wrong = {getattr(problem, "patch", ""): str(problem) for problem in reversed(problems)}
-    findings = tuple(
-        _finding(patch, wrong.get(patch.name, APPLIES) if patch in selected else OTHER_RELEASE) for patch in ALL_PATCHES
+    return _Checked(
+        path,
+        _findings({patch: wrong.get(patch.name, APPLIES) for patch in selected}),
+        tuple(map(str, problems)),
+        sum(isinstance(problem, _DIFFERENCES) for problem in problems),
     )
-    return path, findings, [str(problem) for problem in problems]
 
 
-def _finding(patch: patching.Patch, state: str) -> PatchFinding:
-    return PatchFinding(patch.name, patch.target, patch.how, tuple(patch.processes), patch.releases, patch.until, state)
+def _findings(states: Mapping[patching.Patch, str]) -> tuple[PatchFinding, ...]:
+    """One per patch, in their order; those without a state are for other releases."""
+    return tuple(
+        PatchFinding(
+            patch.name,
+            patch.target,
+            patch.how,
+            tuple(patch.processes),
+            patch.releases,
+            patch.until,
+            states.get(patch, OTHER_RELEASE),
+        )
+        for patch in ALL_PATCHES
+    )

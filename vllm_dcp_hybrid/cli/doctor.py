@@ -14,16 +14,23 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_dcp_hybrid import __version__, activation
-from vllm_dcp_hybrid.cli.diagnosis import APPLIES, Diagnosis, diagnose
+from vllm_dcp_hybrid.cli.diagnosis import APPLIES, OTHER_RELEASE, Diagnosis, PatchFinding, diagnose
 from vllm_dcp_hybrid.cli.installed import INSTALL_HINT
 from vllm_dcp_hybrid.cli.machine import MIB
 from vllm_dcp_hybrid.cli.model_shape import ModelShape, UnreadableModel, layer_placement, read_model_shape
+from vllm_dcp_hybrid.declarations import ERAS
 
 
 def run_doctor(
-    model: Path | None, *, tp_size: int | None, dcp_size: int | None, as_json: bool, console: Console
+    model: Path | None,
+    *,
+    tp_size: int | None,
+    dcp_size: int | None,
+    with_all: bool,
+    as_json: bool,
+    console: Console,
 ) -> int:
-    """Print the findings.
+    """Print the findings; `with_all`: also patches for other releases, and every difference.
 
     Returns:
         The exit status: 0 all well, 1 the plugin would not be in effect or the sizes are illegal, 2 no vLLM or a model
@@ -42,15 +49,15 @@ def run_doctor(
         status = status or (1 if any(row["illegal_because"] for row in advice["sizes"]) else 0)
     if as_json:
         # Not through the console, which would wrap lines.
-        print(json.dumps({**as_document(diagnosis), "model": advice, "exit_status": status}, indent=2))
+        print(json.dumps({**as_document(diagnosis, with_all), "model": advice, "exit_status": status}, indent=2))
         return status
-    print_diagnosis(diagnosis, console)
+    print_diagnosis(diagnosis, with_all, console)
     if advice is not None:
         print_advice(advice, console)
     return status
 
 
-def as_document(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_document(diagnosis: Diagnosis, with_all: bool) -> dict[str, Any]:
     """The findings as JSON types."""
     vllm = diagnosis.vllm
     return {
@@ -63,9 +70,11 @@ def as_document(diagnosis: Diagnosis) -> dict[str, Any]:
         "vllm": vllm and {**asdict(vllm), "root": str(vllm.root), "has_vllm_command": vllm.has_vllm_command},
         "release_file": diagnosis.release_file and str(diagnosis.release_file),
         "known_releases": list(diagnosis.known_releases),
+        "era": diagnosis.era and {"name": diagnosis.era.name, "does": diagnosis.era.does},
         "would_be_applied": not diagnosis.reasons,
         "reasons": list(diagnosis.reasons),
-        "patches": [asdict(finding) for finding in diagnosis.patches],
+        "num_differences": diagnosis.num_differences,
+        "patches": [asdict(finding) for finding in _shown_patches(diagnosis, with_all)],
         "machine": asdict(diagnosis.machine),
         "refused": [asdict(refusal) for refusal in diagnosis.refused],
     }
@@ -104,7 +113,7 @@ def advise(shape: ModelShape, tp_size: int | None, dcp_size: int | None) -> dict
     }
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+def print_diagnosis(diagnosis: Diagnosis, with_all: bool, console: Console) -> None:
     """The findings for a human, worst news last."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
@@ -113,14 +122,14 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         facts.add_row(name, Text(value))
     console.print(facts)
 
-    if diagnosis.vllm is not None:
+    shown = _shown_patches(diagnosis, with_all)
+    if diagnosis.vllm is not None and shown:
         console.print("\nPatches, in the order in which they are applied", style="bold")
-        for finding in diagnosis.patches:
-            state = "does not fit, see below" if finding.state.endswith(".") else finding.state
-            console.print(Text.assemble(f"  {finding.name}  ", (state, "green" if state == APPLIES else "red")))
-            console.print(Padding(Text(f"{finding.how}s {finding.target}", "dim", overflow="fold"), (0, 0, 0, 4)))
+        for finding in shown:
+            _print_patch(finding, console)
 
-    console.print("\nRefused with hybrid DCP, before the weights load", style="bold")
+    acts_on = (diagnosis.era or ERAS[0]).acts_on
+    console.print(f"\nRefused with {acts_on}, before the weights load", style="bold", highlight=False)
     refused = Table.grid(padding=(0, 2))
     refused.add_column(width=26)
     refused.add_column(overflow="fold")
@@ -132,10 +141,35 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print("All well: the plugin would be in effect.", style="bold green")
         return
     console.print("The plugin would not be in effect:", style="bold red")
-    for reason in diagnosis.reasons:
+    for reason in _shown_reasons(diagnosis, with_all):
         console.print(Padding(Text(f"- {reason}"), (0, 0, 0, 2)))
     if diagnosis.vllm is None:
         console.print(Padding(Text(INSTALL_HINT), (0, 0, 0, 4)))
+
+
+def _shown_patches(diagnosis: Diagnosis, with_all: bool) -> list[PatchFinding]:
+    return [finding for finding in diagnosis.patches if with_all or finding.state != OTHER_RELEASE]
+
+
+def _shown_reasons(diagnosis: Diagnosis, with_all: bool) -> list[str]:
+    """Of many differences, the first: one is enough to apply nothing."""
+    num = diagnosis.num_differences
+    if num == 0 or diagnosis.vllm is None:
+        return list(diagnosis.reasons)
+    shown = num if with_all else 1
+    first = f"This vLLM says that it is {diagnosis.vllm.version}, and is not the stock release. {diagnosis.reasons[0]}"
+    more = [f"{num - shown} more such differences (--all lists them)."] if num > shown else []
+    return [first, *diagnosis.reasons[1:shown], *more, *diagnosis.reasons[num:]]
+
+
+def _print_patch(finding: PatchFinding, console: Console) -> None:
+    state = "does not fit" if finding.state.endswith(".") else finding.state
+    if state == OTHER_RELEASE:
+        state = f"for vLLM {finding.releases}"
+    console.print(
+        Text.assemble(f"  {finding.name}  ", (state, {APPLIES: "green", "does not fit": "red"}.get(state, "dim")))
+    )
+    console.print(Padding(Text(f"{finding.how}s {finding.target}", "dim", overflow="fold"), (0, 0, 0, 4)))
 
 
 def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -148,6 +182,8 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         build = "CPU build" if vllm.is_cpu_build else "GPU build"
         facts.append(("vLLM", f"{vllm.version}, {build}, {vllm.root}"))
         none = f"none for this release in {diagnosis.release_dir}"
+        if diagnosis.era is not None:
+            facts.append(("on this release", f"{diagnosis.era.does} ({diagnosis.era.name})"))
         facts.append(("release file", str(diagnosis.release_file or none)))
         if not vllm.has_vllm_command:
             facts.append(
@@ -159,6 +195,7 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
                 )
             )
     facts += [
+        ("known releases", ", ".join(diagnosis.known_releases) or "none"),
         ("entry point", diagnosis.entry_point or "not registered"),
         ("VLLM_PLUGINS", "not set: all plugins are loaded" if allowed is None else ",".join(allowed)),
         (activation.KILL_SWITCH, "off: the plugin does nothing" if diagnosis.is_switched_off else "on"),

@@ -82,6 +82,10 @@ def doctor(
     dcp: Annotated[
         int | None, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="For MODEL: DCP size.")
     ] = None,
+    all_: Annotated[
+        bool,
+        typer.Option("--all", help="Also list patches for other releases, and every difference of a modified vLLM."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether the plugin would be in effect here, and what it refuses.
@@ -94,7 +98,7 @@ def doctor(
 
     if dcp is not None and tp is None:
         raise typer.BadParameter("it needs -tp, from which the legal sizes follow", param_hint="-dcp")
-    raise typer.Exit(run_doctor(model, tp_size=tp, dcp_size=dcp, as_json=as_json, console=Console()))
+    raise typer.Exit(run_doctor(model, tp_size=tp, dcp_size=dcp, with_all=all_, as_json=as_json, console=Console()))
 
 
 @app.command(

@@ -71,12 +71,6 @@ def run_record(options: RecordOptions, console: Console) -> int:
     return worst
 
 
-def known_releases(directory: Path | None = None) -> tuple[str, ...]:
-    """The releases that have a file, oldest first."""
-    found = (path.stem for path in (directory or patching.release_dir()).glob("*.toml"))
-    return tuple(sorted(found, key=Version))
-
-
 def differences(recorded: patching.ReleaseFile, found: patching.ReleaseFile) -> Iterator[str]:
     """What differs in anything that patches rely on, one phrase each."""
     for target in sorted({*recorded.records, *found.records}):
@@ -107,7 +101,8 @@ def moves(recorded: patching.ReleaseFile, found: patching.ReleaseFile) -> Iterat
 
 
 def _outcomes(options: RecordOptions) -> Iterator[_Outcome]:
-    releases = dict.fromkeys([*options.releases, *(known_releases(options.directory) if options.is_all_known else ())])
+    known = patching.known_releases(options.directory) if options.is_all_known else ()
+    releases = dict.fromkeys([*options.releases, *known])
     if not releases or options.source is not None:
         yield _outcome_of(options, options.releases[0] if options.releases else None)
         return

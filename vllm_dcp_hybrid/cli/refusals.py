@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from vllm_dcp_hybrid.engine import checks
+from vllm_dcp_hybrid.declarations import Era
 from vllm_dcp_hybrid.patching import SourceTree, package_root
+from vllm_dcp_hybrid.patching.wrapper import resolve
 
 _SPECS = "vllm_dcp_hybrid.core.kv_cache_specs"
 _LAYER_CHECKS = "vllm_dcp_hybrid.worker.layer_checks"
@@ -35,9 +36,9 @@ class Refusal:
     spec: str | None = None
 
 
-def declared_refusals() -> list[Refusal]:
-    """All of them: of the configuration, of KV caches, of layers."""
-    return [*_of_configuration(), *_of_kv_caches(), *_of_layers()]
+def declared_refusals(era: Era) -> list[Refusal]:
+    """All of them in the releases of one era: of the configuration, of KV caches, of layers."""
+    return [*_of_configuration(era), *_of_kv_caches(), *_of_layers()]
 
 
 def refusal_of_spec(name: str) -> Refusal | None:
@@ -45,11 +46,12 @@ def refusal_of_spec(name: str) -> Refusal | None:
     return next((refusal for refusal in _of_kv_caches() if refusal.spec == name), None)
 
 
-def _of_configuration() -> Iterator[Refusal]:
+def _of_configuration(era: Era) -> Iterator[Refusal]:
     # The rows are made without asking their predicates, so an empty configuration will do.
     nothing = SimpleNamespace(parallel_config=None)
-    for feature, _, why, remedy in checks._unsupported(nothing):
-        yield Refusal(feature, why, remedy)
+    for function in era.refuses:
+        for feature, _, why, remedy in resolve(function)(nothing):
+            yield Refusal(feature, why, remedy)
 
 
 def _of_kv_caches() -> Iterator[Refusal]:

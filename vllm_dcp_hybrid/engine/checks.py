@@ -65,7 +65,7 @@ def check_config(vllm_config: Any) -> None:
         UnsupportedFeature: for the first one found.
         SharedMemoryTooSmall: on a CPU.
     """
-    refuse_unsupported(vllm_config, _unsupported(vllm_config))
+    refuse_unsupported(vllm_config, unsupported(vllm_config))
     if activation.is_on_cpu(vllm_config):
         check_shared_memory(vllm_config.parallel_config.world_size)
 
@@ -98,7 +98,7 @@ def check_shared_memory(num_ranks: int, path: str = "/dev/shm") -> None:
         raise SharedMemoryTooSmall(free_mib=free // _MIB, needed_mib=needed // _MIB, num_ranks=num_ranks)
 
 
-def _unsupported(vllm_config: Any) -> Iterator[Unsupported]:
+def unsupported(vllm_config: Any) -> Iterator[Unsupported]:
     """In the order in which they are checked."""
     parallel = vllm_config.parallel_config
     yield (

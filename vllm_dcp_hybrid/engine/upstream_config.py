@@ -39,7 +39,7 @@ def create_engine_config_without_v2(
     """As :func:`create_engine_config`, for releases whose V2 runner gives recurrent groups too short rows."""
     vllm_config = wrapped(*args, **kwargs)
     if is_to_act(vllm_config):
-        checks.refuse_unsupported(vllm_config, [_v2_runner_with_short_rows(vllm_config)])
+        checks.refuse_unsupported(vllm_config, unsupported_with_short_rows(vllm_config))
         check_and_announce_on_cpu(vllm_config)
     return vllm_config
 
@@ -51,13 +51,14 @@ def check_and_announce_on_cpu(vllm_config: Any) -> None:
         UnsupportedFeature, SharedMemoryTooSmall.
     """
     if activation.is_on_cpu(vllm_config):
-        checks.refuse_unsupported(vllm_config, _unsupported_on_cpu(vllm_config))
+        checks.refuse_unsupported(vllm_config, unsupported_on_cpu(vllm_config))
         checks.check_shared_memory(vllm_config.parallel_config.world_size)
         announce(vllm_config)
 
 
-def _v2_runner_with_short_rows(vllm_config: Any) -> checks.Unsupported:
-    return (
+def unsupported_with_short_rows(vllm_config: Any) -> Iterator[checks.Unsupported]:
+    """What upstream's own path cannot do before 0.29."""
+    yield (
         "The V2 model runner",
         lambda: bool(vllm_config.model_config.is_hybrid and vllm_config.use_v2_model_runner),
         "in this vLLM release it gives recurrent layers block table rows that are too short by the DCP size",
@@ -65,7 +66,7 @@ def _v2_runner_with_short_rows(vllm_config: Any) -> checks.Unsupported:
     )
 
 
-def _unsupported_on_cpu(vllm_config: Any) -> Iterator[checks.Unsupported]:
+def unsupported_on_cpu(vllm_config: Any) -> Iterator[checks.Unsupported]:
     """In the order in which they are checked."""
     parallel = vllm_config.parallel_config
     yield (

@@ -27,6 +27,7 @@ from vllm_dcp_hybrid.patching.problems import (
 )
 from vllm_dcp_hybrid.patching.release_file import (
     ReleaseFile,
+    known_releases,
     load_release,
     read_release_file,
     record,
@@ -62,6 +63,7 @@ __all__ = [
     "expired",
     "find_bindings",
     "is_among",
+    "known_releases",
     "load_release",
     "mark_of",
     "missing_replacements",

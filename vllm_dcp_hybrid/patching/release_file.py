@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_dcp_hybrid.patching.bindings import find_bindings
 from vllm_dcp_hybrid.patching.patch import Patch, check_unique, public_version, select, split_name
 from vllm_dcp_hybrid.patching.problems import MissingTarget, NameTaken, PatchError, raise_problems
@@ -54,6 +56,11 @@ def release_dir() -> Path:
 def release_path(version: str, directory: Path | None = None) -> Path:
     """The file that belongs to release `version`, whether or not it exists."""
     return (directory or release_dir()) / f"{public_version(version)}.toml"
+
+
+def known_releases(directory: Path | None = None) -> tuple[str, ...]:
+    """The releases that have a file, oldest first."""
+    return tuple(sorted((path.stem for path in (directory or release_dir()).glob("*.toml")), key=Version))
 
 
 def load_release(version: str, directory: Path | None = None) -> ReleaseFile | None:
