@@ -13,13 +13,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from releases import CPU_WHEEL
 
 if sys.version_info >= (3, 11):
@@ -61,12 +62,16 @@ class Environment:
     def site_packages(self) -> Path:
         return next((self.directory / "lib").glob("python3*")) / "site-packages"
 
-    def versions(self) -> dict[str, str]:
-        """Versions of what matters, without starting the interpreter."""
-        found = {
-            distribution.metadata["Name"]: distribution.version
+    def distributions(self) -> dict[str, str]:
+        """Versions of all that is installed, by canonical name."""
+        return {
+            canonicalize_name(distribution.metadata["Name"]): distribution.version
             for distribution in metadata.distributions(path=[str(self.site_packages)])
         }
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what matters, without starting the interpreter."""
+        found = self.distributions()
         python = self.site_packages.parent.name.removeprefix("python")
         wanted = (CPU_WHEEL, "torch", "torchvision", "transformers")
         return {"python": python, **{name: found[name] for name in wanted if name in found}}
@@ -95,6 +100,17 @@ def requirements(requires_dist: Iterable[str]) -> list[str]:
         if requirement.marker is None or "extra" not in str(requirement.marker):
             wanted.append(str(requirement).replace("+cpu", ""))
     return wanted
+
+
+def unmet(wanted: Iterable[str], found: Mapping[str, str]) -> list[str]:
+    """Requirements for this machine that are not installed, or in another version."""
+    wrong = []
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is None or requirement.marker.evaluate():
+            version = found.get(canonicalize_name(requirement.name))
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                wrong.append(f"{requirement.name}{requirement.specifier} and not {version}")
+    return wrong
 
 
 def recipe(release: str, pyproject: dict[str, Any]) -> dict[str, str]:
@@ -146,7 +162,11 @@ def make(release: str, directory: Path, marker: dict[str, str]) -> Environment:
     (wheel,) = metadata.distributions(name=CPU_WHEEL, path=[str(environment.site_packages)])
     wanted = directory / "requirements.txt"
     wanted.write_text("\n".join(requirements(wheel.requires or ())) + "\n")
-    uv(*into, "--requirements", str(wanted), "--group", "test", "--editable", str(ROOT))
+    group = f"{ROOT / 'pyproject.toml'}:test"
+    uv(*into, "--requirements", str(wanted), "--group", group, "--editable", str(ROOT))
+    wrong = unmet(wanted.read_text().splitlines(), environment.distributions())
+    if wrong:
+        raise CannotMake(f"the environment of {release} is not what its wheel asks for: {', '.join(wrong)}")
     (directory / MARKER).write_text(json.dumps(marker))
     return environment
 
@@ -158,7 +178,8 @@ def remove(environment: Environment) -> None:
 
 
 def uv(*arguments: str) -> None:
-    done = subprocess.run(["uv", "--quiet", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    """Run uv outside of this project, whose own overrides are for the one release that it is developed with."""
+    done = subprocess.run(["uv", "--quiet", *arguments], cwd="/", capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotMake(f"uv {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()[-1500:]}")
 

