@@ -16,6 +16,7 @@ from source_edits import EditedTree, definitions, parse, source_of, with_added, 
 
 from vllm_dcp_hybrid import patching, plugin
 from vllm_dcp_hybrid.cli import sources
+from vllm_dcp_hybrid.cli.installed import find_vllm
 from vllm_dcp_hybrid.cli.record import differences, moves
 from vllm_dcp_hybrid.declarations import ALL_PATCHES, ENTRY_PATCHES, ERAS, FEATURE_PATCHES, era_of
 from vllm_dcp_hybrid.patching import Patch, ReleaseFile, SourceTree, known_releases
@@ -123,6 +124,28 @@ def test_case_28_one_changed_line_in_any_target_is_found_and_named(release: str,
     for patch in selected(release):
         for target in fingerprinted(patch):
             assert any(text.startswith(f"{target} at ") and f"'{patch.name}'" in text for text in problems), target
+
+
+@contract
+def test_case_28_one_changed_line_alone_is_enough() -> None:
+    """CASES 28: of the installed release, each target by itself; no other patch than its users complains."""
+    vllm = find_vllm()
+    assert vllm is not None
+    release, root = patching.public_version(vllm.version), vllm.root
+    for target in targets_of(release):
+        name = split_name(target)
+        text = source_tree(root).read(name.module).decode()
+        problems = check(release, root, EditedTree(root, {name.module: with_changed_lines(text, [name.path])}))
+        users = [patch.name for patch in selected(release) if target in fingerprinted(patch)]
+        named = [problem for problem in problems if problem.startswith(f"{target} at ")]
+        assert len(named) == len(users) > 0, target
+        # A class that holds the target, or a class of which a method is one too, has changed with it.
+        related = [
+            other for other in targets_of(release) if other.startswith(f"{target}.") or target.startswith(f"{other}.")
+        ]
+        assert all(
+            problem.startswith((f"{target} at ", *(f"{other} at " for other in related))) for problem in problems
+        )
 
 
 @contract
