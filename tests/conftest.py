@@ -16,7 +16,8 @@ import pytest
 
 from vllm_dcp_hybrid.cli import sources
 from vllm_dcp_hybrid.cli.installed import find_vllm
-from vllm_dcp_hybrid.patching import known_releases, public_version
+from vllm_dcp_hybrid.declarations import ALL_PATCHES
+from vllm_dcp_hybrid.patching import known_releases, public_version, select
 
 REQUIRE_VARIABLE = "DCP_HYBRID_REQUIRE_SOURCES"
 
@@ -57,8 +58,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs an installed vLLM (uv run --extra cpu ...)"))
             elif not (config.getoption("--e2e") or "e2e" in asked_for):
                 item.add_marker(pytest.mark.skip(reason="starts real engines: ask with --e2e"))
+    leave_out_other_releases(config, items)
     # Fast tests first, engines last.
     items.sort(key=lambda item: ("e2e" in item.keywords, "contract" in item.keywords))
+
+
+def leave_out_other_releases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test marked ``replaces("module:function")`` runs where a patch for the installed release has that replacement."""
+    vllm = find_vllm()
+    patches = select(ALL_PATCHES, vllm.version) if vllm else ALL_PATCHES
+    in_use = {patch.replacement for patch in patches}
+    needed = {item: {name for mark in item.iter_markers("replaces") for name in mark.args} for item in items}
+    unknown = set().union(*needed.values()) - {patch.replacement for patch in ALL_PATCHES}
+    if unknown:
+        raise pytest.UsageError(f"no patch has the replacement(s) {', '.join(sorted(unknown))}")
+    others = [item for item in items if not needed[item] <= in_use]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if needed[item] <= in_use]
 
 
 def given_trees(config: pytest.Config) -> dict[str, Path]:

@@ -111,7 +111,9 @@ def _owner(place: Name, value: Any, tree: SourceTree) -> str | None:
 
 def _is_generated(value: Any) -> bool:
     code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return code is None or code.co_filename.startswith("<") or module_of(value).partition(".")[0] in {"dataclasses", "abc"}
+    return (
+        code is None or code.co_filename.startswith("<") or module_of(value).partition(".")[0] in {"dataclasses", "abc"}
+    )
 
 
 def _is_proxy(value: Any) -> bool:

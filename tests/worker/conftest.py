@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,7 +38,8 @@ def set_dcp_group(scenes: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int
         group = SimpleNamespace(world_size=world_size, rank_in_group=rank)
         monkeypatch.setattr(scenes.block_table, "get_dcp_group", lambda: group)
         for module in (scenes.block_table, scenes.runner):
-            monkeypatch.setattr(module, "get_total_cp_world_size", lambda: world_size)
+            if hasattr(module, "get_total_cp_world_size"):  # before 0.26
+                monkeypatch.setattr(module, "get_total_cp_world_size", lambda: world_size)
 
     return set_group
 
@@ -71,7 +74,13 @@ def make_runner(scenes: Any, set_dcp_group: Any) -> Callable[..., Any]:
         runner.input_batch = SimpleNamespace(logitsprocs=None, logitsprocs_need_output_token_ids=False)
         runner._init_block_sizes = runner._init_kernel_block_sizes = [16]
         blocks = [spec.block_size for spec in group_specs if "EncoderOnly" not in type(spec).__name__]
-        runner.may_reinitialize_input_batch(groups, list(kernel_block_sizes or blocks))
+        # From 0.26 on.
+        runner._init_max_num_blocks = runner._init_slot_mapping_modes = []
+        runner.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
+        runner.jit_warmup_registry = SimpleNamespace(activate=contextlib.nullcontext)
+        arguments = {"kv_cache_config": groups, "kernel_block_sizes": list(kernel_block_sizes or blocks)}
+        accepted = inspect.signature(runner.may_reinitialize_input_batch).parameters
+        runner.may_reinitialize_input_batch(**{name: arguments[name] for name in arguments if name in accepted})
         runner.kv_cache_config = groups
         return runner
 

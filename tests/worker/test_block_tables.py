@@ -12,7 +12,10 @@ torch = pytest.importorskip("torch")
 
 from vllm_dcp_hybrid.worker.slot_mapping import PAD_SLOT_ID, slot_mapping_naive  # noqa: E402
 
-pytestmark = pytest.mark.contract
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.replaces("vllm_dcp_hybrid.worker.block_table:multi_group_block_table_init"),
+]
 
 B = 272
 

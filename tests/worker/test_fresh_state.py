@@ -12,7 +12,10 @@ torch = pytest.importorskip("torch")
 
 from vllm_dcp_hybrid.worker.fresh_state import update_states  # noqa: E402
 
-pytestmark = pytest.mark.contract
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.replaces("vllm_dcp_hybrid.worker.fresh_state:update_states"),
+]
 
 
 def make_runner(scenes: Any, requests: dict[str, tuple[int, tuple[list[int], ...]]], dcp: int = 2) -> Any:

@@ -11,9 +11,7 @@ from vllm_dcp_hybrid.core import report
 from vllm_dcp_hybrid.upstream_declarations import UPSTREAM_ENGINE_CORE
 
 
-def scheduler_init(
-    wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def scheduler_init(wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Wraps ``Scheduler.__init__``, after which the groups, their managers and all block sizes exist."""
     wrapped(*args, **kwargs)
     vllm_config = instance.vllm_config
