@@ -24,7 +24,7 @@ WHEEL = "vllm-9.9.9-py3-none-any.whl"
 MODULES = {"vllm/__init__.py": "", "vllm/sizes.py": "def resolve():\n    return 1\n", "vllm/deep/er.py": "X = 1\n"}
 BINARY_SIZE = 8 << 20
 
-HAS_PIP = importlib.util.find_spec("pip") is not None or shutil.which("pip") is not None
+HAS_PIP = wheels.has_pip_module() or shutil.which("pip") is not None
 TOOLS = [
     pytest.param("uv", marks=pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")),
     pytest.param("pip", marks=pytest.mark.skipif(not HAS_PIP, reason="needs pip")),
@@ -181,7 +181,7 @@ def test_what_was_fetched_once_needs_no_index(index: Index, tool: str, monkeypat
     assert cached_tree("9.9.9") is None
     root = fetch_tree("9.9.9")
     monkeypatch.setattr(wheels.shutil, "which", lambda name: None)
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels, "has_pip_module", lambda: False)
     assert fetch_tree("9.9.9") == fetch_tree("9.9.9+cpu") == cached_tree("9.9.9") == root
 
 
@@ -195,7 +195,7 @@ def test_a_release_that_the_index_lacks_is_named(index: Index, tool: str, cache:
 
 def test_without_uv_and_pip_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels.shutil, "which", lambda name: None)
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels, "has_pip_module", lambda: False)
     with pytest.raises(SourcesUnavailable, match="neither uv nor pip is installed"):
         fetch_tree("9.9.9")
 

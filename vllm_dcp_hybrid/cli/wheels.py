@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -48,12 +49,21 @@ def wheel_location(distribution: str, release: str) -> str:
     uv = shutil.which("uv")
     if uv is not None:
         return _ask_uv(uv, requirement)
-    if importlib.util.find_spec("pip") is not None:
+    if has_pip_module():
         return _ask_pip([sys.executable, "-m", "pip"], requirement)
     pip = shutil.which("pip")
     if pip is not None:
         return _ask_pip([pip], requirement)
     raise WheelUnavailable(f"neither uv nor pip is installed, so nobody can say where {requirement} lies")
+
+
+def has_pip_module() -> bool:
+    """Whether `python -m pip` can be run.
+
+    Its metadata says so: who asks for its spec makes setuptools give up its own distutils in this process, below
+    Python 3.12, and torch then fails to import.
+    """
+    return any(metadata.distributions(name="pip"))
 
 
 def extract_python(location: str, package: str, folder: Path) -> Path:
