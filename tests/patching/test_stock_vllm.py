@@ -113,7 +113,11 @@ def test_no_function_of_stock_vllm_is_taken_for_a_foreign_patch() -> None:
 
 
 def test_the_known_copies_in_stock_vllm_are_found() -> None:
-    target = "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes"
-    (found,) = find_bindings(package_root("vllm"), "vllm", [target]).values()
-    assert "vllm.v1.engine.core:resolve_kv_cache_block_sizes" in found
-    assert "vllm.v1.kv_offload.base:resolve_kv_cache_block_sizes" in found
+    core = "vllm.v1.core"
+    targets = {
+        f"{core}.kv_cache_utils:resolve_kv_cache_block_sizes": "vllm.v1.engine.core:resolve_kv_cache_block_sizes",
+        f"{core}.kv_cache_coordinator:get_kv_cache_coordinator": f"{core}.kv_cache_manager:get_kv_cache_coordinator",
+    }
+    found = find_bindings(package_root("vllm"), "vllm", targets)
+    for target, copy in targets.items():
+        assert copy in found[target]

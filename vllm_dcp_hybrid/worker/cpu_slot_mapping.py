@@ -37,7 +37,7 @@ def is_ours(table: Any) -> bool:
     """Whether a stock ``BlockTable`` needs a mapping that stock refuses: a sharded one, in a worker of ours."""
     if not startup.is_registered("CPU_ATTN") or table.device.type != "cpu":
         return False
-    return table.dcp_world_size > 1 and table.slot_mapping_mode.value == "token_to_kv_slot"
+    return bool(table.dcp_world_size > 1 and table.slot_mapping_mode.value == "token_to_kv_slot")
 
 
 def fill(table: Any, block_size: int, num_reqs: int, query_start_loc: Any, positions: Any) -> None:
