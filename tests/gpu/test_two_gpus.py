@@ -30,7 +30,8 @@ each_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def others(engine: Engine) -> list[Engine]:
     """What is compared: the oracle, TP 1 (their difference is the noise), and upstream's DCP 2 where it is at hand."""
     oracle = without_dcp(engine, extra=engine.extra)
-    upstream = [replace(engine, python=STOCK_PYTHON)] if STOCK_PYTHON else []
+    # Upstream's a2a first talks to its peers while a graph is being captured, which NCCL 2.30 refuses.
+    upstream = [replace(engine, python=STOCK_PYTHON, comm="ag_rs")] if STOCK_PYTHON else []
     return [oracle, replace(oracle, tp=1), *upstream]
 
 
@@ -51,7 +52,8 @@ def test_dcp_2_differs_from_dcp_1_by_no_more_than_tensor_parallel_sizes_do(engin
 @each_engine
 @pytest.mark.skipif(not STOCK_PYTHON, reason="DCP_TEST_STOCK_PYTHON names no interpreter with vLLM 0.26.0")
 def test_dcp_2_agrees_with_upstreams_dcp_2(engines: Engines, engine: Engine) -> None:
-    ours, oracle, tp1, upstream = map(everything, all_runs(engines, engine))
+    """But for a prompt of one token, to which 0.26.0 answers NaN."""
+    ours, oracle, tp1, upstream = (everything(run)[1:] for run in all_runs(engines, engine))
     gap, bound = difference(ours, upstream), difference(tp1, oracle)
     print(f"\nours against upstream: {gap}\nupstream against DCP 1 of 0.25.1: {difference(upstream, oracle)}")
     assert gap.mean <= bound.mean
