@@ -33,6 +33,7 @@ class Case:
         engine: the one with DCP; the oracle follows from it.
         mean: largest allowed mean difference in log-probability.
         largest: largest allowed difference of one token.
+        hit_units: per releases, whole blocks of one rank between two places where a prefix hit can end.
         is_brief: whether a brief run has it.
     """
 
@@ -42,6 +43,7 @@ class Case:
     engine: Engine
     mean: float
     largest: float
+    hit_units: tuple[tuple[str, int], ...] = ()
     is_brief: bool = True
 
 
@@ -50,6 +52,10 @@ _CACHED = Engine("lfm2", tp=2, dcp=2, prefix_caching=True, block_size=BLOCK, ext
 _FLOAT32 = {"mean": 2e-4, "largest": 2e-3}
 _BFLOAT16 = {"mean": 0.045, "largest": 0.5}
 
+# With DCP 2: blocks of the scheduler, until stock's partial hits.
+_HYBRID = (("<0.29", 2), (">=0.29", 1))
+_ONE_GROUP = ((">=0", 2),)
+
 CASES: tuple[Case, ...] = (
     Case(
         "lfm2",
@@ -57,6 +63,7 @@ CASES: tuple[Case, ...] = (
         ">=0.20.2",
         replace(_CACHED, dtype="float32", interleave=16, comm="a2a"),
         **_FLOAT32,
+        hit_units=_HYBRID,
     ),
     Case(
         "qwen3-next",
@@ -64,6 +71,7 @@ CASES: tuple[Case, ...] = (
         ">=0.21",
         replace(_CACHED, kind="qwen3-next"),
         **_BFLOAT16,
+        hit_units=_HYBRID,
         is_brief=False,
     ),
     Case(
@@ -72,6 +80,7 @@ CASES: tuple[Case, ...] = (
         ">=0.26",
         replace(_CACHED, kind="llama", dtype="float32"),
         **_FLOAT32,
+        hit_units=_ONE_GROUP,
         is_brief=False,
     ),
 )
@@ -82,12 +91,6 @@ STOCK_REFUSALS = (
     "DCP not support hybrid attn now.",
     "Hybrid KV cache groups with multiple block sizes do not support context parallelism",
     "requires attention implementations to return the softmax LSE during decode",
-)
-
-# Tokens of the sequence between two places where a prefix hit can end: blocks of one rank that they span.
-HIT_UNITS: tuple[tuple[str, int], ...] = (
-    ("<0.29", 2),  # whole blocks of the scheduler
-    (">=0.29", 1),  # stock's partial hits
 )
 
 
@@ -101,9 +104,13 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def required_hits(release: str, block_size: int = BLOCK, lengths: Sequence[int] = REPEATED) -> list[int]:
-    """Prompt tokens that a repeat must find in the cache; the last one is always computed again."""
-    unit = block_size * next(blocks for releases, blocks in HIT_UNITS if is_among(release, releases))
+def required_hits(case: Case, release: str, block_size: int, lengths: Sequence[int] = REPEATED) -> list[int]:
+    """Prompt tokens that a repeat must find in the cache; the last one is always computed again.
+
+    Args:
+        block_size: of one rank's attention in the engine that ran: releases round it up differently.
+    """
+    unit = block_size * next(blocks for releases, blocks in case.hit_units if is_among(release, releases))
     return [(length - 1) // unit * unit for length in lengths]
 
 

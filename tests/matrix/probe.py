@@ -24,6 +24,7 @@ PASSED, FAILED = "passed", "failed"
 _LAST_CHARACTERS = 1500
 # (EngineCore pid=12) ERROR 11-29 18:30:33 [core.py:1136]
 _BEGINNING = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_BLOCK = re.compile(r"engine core: .*attention sharded: block (\d+), ")
 _EXCEPTION = re.compile(r"\b[A-Za-z]+(?:Error|Exception): ")
 
 
@@ -39,13 +40,16 @@ def judge(case: Case, release: str, ours: Run, theirs: Run) -> dict[str, Any]:
     gap = difference(flat(ours), flat(theirs))
     warm = difference(ours.phases[2], ours.phases[3])
     hits = [request["num_cached_tokens"] for request in ours.phases[3]]
-    required = required_hits(release, case.engine.block_size or 0)
+    block = _BLOCK.search(ours.log)
+    block_size = int(block[1]) if block else 0
+    required = required_hits(case, release, block_size) if block else []
     fingerprints = sorted(set(re.findall(r"fingerprint (\w+)\)", ours.log)))
     wrong = [
         f"mean difference {gap.mean:.2g} above {case.mean:g}" if gap.mean > case.mean else "",
         f"largest difference {gap.largest:.2g} above {case.largest:g}" if gap.largest > case.largest else "",
         f"warm answers differ from cold ones by {warm.largest:.2g}" if warm.largest > case.largest else "",
-        f"prefix hits {hits}, at least {required} expected" if fewer(hits, required) else "",
+        "the engine core did not say its block size" if not block else "",
+        f"prefix hits {hits}, at least {required} expected" if block and fewer(hits, required) else "",
         f"fingerprints {fingerprints}, one expected" if len(fingerprints) != 1 else "",
         "the engine without DCP mentions the plugin" if "fingerprint" in theirs.log else "",
     ]
@@ -54,6 +58,7 @@ def judge(case: Case, release: str, ours: Run, theirs: Run) -> dict[str, Any]:
         "largest": gap.largest,
         "positions": gap.num_positions,
         "warm_largest": warm.largest,
+        "block_size": block_size,
         "hits": hits,
         "required_hits": required,
     }

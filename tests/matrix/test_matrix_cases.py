@@ -13,7 +13,10 @@ from probe import judge
 from releases import known_releases
 
 LFM2 = CASES[0]
-FINGERPRINT = "plugin on vLLM 9 (20 patches, fingerprint 0a1b2c), engine core"
+FINGERPRINT = (
+    "plugin on vLLM 9 (20 patches, fingerprint 0a1b2c), engine core: DCP size 2, interleave 1; "
+    "attention sharded: block 272, effective 544, 2 layers"
+)
 
 
 def answers(hits: list[int], shift: float = 0.0, warm_shift: float = 0.0, log: str = FINGERPRINT) -> Run:
@@ -35,26 +38,26 @@ def answers(hits: list[int], shift: float = 0.0, warm_shift: float = 0.0, log: s
     return Run(phases, log)
 
 
-HITS = required_hits("0.25.1")
+HITS = required_hits(LFM2, "0.25.1", 272)
 ORACLE = answers([0, 0, 0, 0], log="")
 
 
 def test_hits_are_whole_scheduler_blocks_before_029_and_stocks_own_since() -> None:
     """The figures of TARGETS.md, section 5.4."""
     assert HITS == [1088, 1632, 2720, 4896]
-    assert required_hits("0.28.0") == HITS
-    assert required_hits("0.29.0") == [1360, 1632, 2992, 4896]
+    assert required_hits(LFM2, "0.28.0", 272) == HITS
+    assert required_hits(LFM2, "0.29.0", 272) == [1360, 1632, 2992, 4896]
 
 
 def test_a_prompt_of_a_whole_number_of_blocks_computes_its_last_token_again() -> None:
-    assert required_hits("0.25.1", 272, [544, 545, 1632]) == [0, 544, 1088]
+    assert required_hits(LFM2, "0.25.1", 272, [544, 545, 1632]) == [0, 544, 1088]
 
 
 @pytest.mark.parametrize("version", known_releases())
 def test_every_known_release_has_a_case_and_a_number_of_hits(version: str) -> None:
     assert cases_for(version)
     assert cases_for(version, is_brief=True)
-    assert all(required_hits(version))
+    assert all(all(required_hits(case, version, 272)) for case in cases_for(version))
 
 
 def test_engines_that_agree_pass() -> None:
@@ -72,10 +75,12 @@ def test_engines_that_agree_pass() -> None:
         (answers(HITS, warm_shift=0.1), ORACLE, "warm answers differ"),
         (answers([1088, 1632, 0, 4896]), ORACLE, "prefix hits"),
         (answers(HITS, log=""), ORACLE, "fingerprints [], one expected"),
+        (answers(HITS, log="fingerprint 0a1b2c)"), ORACLE, "did not say its block size"),
+        (answers(HITS, log=FINGERPRINT.replace("block 272", "block 288")), ORACLE, "[1152, 1152, 2880, 4608] expected"),
         (answers(HITS, log=FINGERPRINT + FINGERPRINT.replace("0a1b2c", "ffffff")), ORACLE, "one expected"),
         (answers(HITS), answers(HITS), "the engine without DCP mentions the plugin"),
     ],
-    ids=["mean", "largest", "warm", "hits", "silent", "two-fingerprints", "oracle"],
+    ids=["mean", "largest", "warm", "hits", "silent", "no-block", "other-block", "two-fingerprints", "oracle"],
 )
 def test_each_fault_is_named(ours: Run, theirs: Run, sentence: str) -> None:
     found = judge(LFM2, "0.25.1", ours, theirs)

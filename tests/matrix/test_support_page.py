@@ -17,7 +17,10 @@ ORIGIN = Origin("2026-11-29", "python tests/matrix run", "abc1234", "0.1.0", "2 
 CONTRACT_PASSED = Check(CONTRACT, PASSED, 60.0, {"passed": 600, "failed": 0, "skipped": 2})
 DOCTOR_PASSED = Check(DOCTOR, PASSED, 1.0, {"status": 0, "patches": 20})
 LFM2 = Check(
-    "lfm2", PASSED, 90.0, {"mean": 2e-6, "largest": 1.4e-5, "hits": [1088, 1632, 2720, 4896], "positions": 3014}
+    "lfm2",
+    PASSED,
+    90.0,
+    {"mean": 2e-6, "largest": 1.4e-5, "hits": [1088, 1632, 2720, 4896], "positions": 3014, "block_size": 272},
 )
 TESTED = ReleaseResult(
     "0.25.1", CPU_WHEEL, ORIGIN, (CONTRACT, DOCTOR, "lfm2"), {"torch": "2.11.0"}, (CONTRACT_PASSED, DOCTOR_PASSED, LFM2)
@@ -35,7 +38,7 @@ def test_a_feature_says_what_it_was_tested_by() -> None:
     cells = row("0.25.1", TESTED, gpu=(GPUResult("0.25.1", "LFM2 on two H200s", "two.md"),))
     assert "600 passed, 20 patches" in cells
     assert "differs by 2e-06 / 1e-05" in cells
-    assert "1,088 / 1,632 / 2,720 / 4,896" in cells
+    assert "1,088 / 1,632 / 2,720 / 4,896 (block 272)" in cells
     assert "[LFM2 on two H200s](results/two.md)" in cells
 
 
@@ -60,8 +63,12 @@ def test_a_model_that_a_release_cannot_run_is_not_called_untested() -> None:
 
 
 def test_the_fewest_hits_of_all_models_are_shown() -> None:
-    other = replace(LFM2, name="qwen3-next", numbers={**LFM2.numbers, "hits": [544, 1632, 2720, 5000]})
-    assert "544 / 1,632 / 2,720 / 4,896" in row("0.25.1", replace(TESTED, checks=(CONTRACT_PASSED, LFM2, other)))
+    other = replace(
+        LFM2, name="qwen3-next", numbers={**LFM2.numbers, "hits": [544, 1632, 2720, 5000], "block_size": 288}
+    )
+    assert "544 / 1,632 / 2,720 / 4,896 (block 272, 288)" in row(
+        "0.25.1", replace(TESTED, checks=(CONTRACT_PASSED, LFM2, other))
+    )
 
 
 def test_the_committed_page_is_what_the_committed_results_give() -> None:
