@@ -29,6 +29,7 @@ _DETAIL = 4000
 # Contract tests that say the same with every release: of the tiny models, and of the mechanism at large.
 SAME_EVERYWHERE = (
     "tests/test_tiny_models.py",
+    "tests/patching/test_modified_vllm.py",
     "tests/patching/test_stock_vllm.py::test_no_function_of_stock_vllm_is_taken_for_a_foreign_patch",
 )
 # Contract tests that import nothing of vLLM: all that can be asked of bare sources.
