@@ -64,18 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_other_releases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test marked ``replaces("module:function")`` runs where a patch for the installed release has that replacement."""
+    """A test marked ``replaces("module:function", ...)`` runs where a patch for the installed release has one of these."""
     vllm = find_vllm()
     patches = select(ALL_PATCHES, vllm.version) if vllm else ALL_PATCHES
     in_use = {patch.replacement for patch in patches}
-    needed = {item: {name for mark in item.iter_markers("replaces") for name in mark.args} for item in items}
-    unknown = set().union(*needed.values()) - {patch.replacement for patch in ALL_PATCHES}
+    marks = {item: [set(mark.args) for mark in item.iter_markers("replaces")] for item in items}
+    known = {patch.replacement for patch in ALL_PATCHES}
+    unknown = {name for sets in marks.values() for names in sets for name in names - known}
     if unknown:
         raise pytest.UsageError(f"no patch has the replacement(s) {', '.join(sorted(unknown))}")
-    others = [item for item in items if not needed[item] <= in_use]
+    others = [item for item in items if not all(names & in_use for names in marks[item])]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if needed[item] <= in_use]
+        items[:] = [item for item in items if item not in set(others)]
 
 
 def given_trees(config: pytest.Config) -> dict[str, Path]:

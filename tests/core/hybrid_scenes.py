@@ -146,8 +146,16 @@ def make_manager(config: Any, groups: Any, *, use_eagle: bool = False) -> Any:
     return KVCacheManager(**{name: value for name, value in arguments.items() if name in accepted})
 
 
+def hit_unit(dcp: int, block_size: int = BLOCK) -> int:
+    """Tokens of which a prefix hit is a multiple: one rank's block from 0.29 on, else an effective block."""
+    is_cut = any(patch.name == "prefill-chunk-ends" for patch in plugin.status().feature.patches)  # type: ignore[union-attr]
+    return block_size * dcp if is_cut else block_size
+
+
 def keeps_states_of_common_prefixes() -> bool:
     """Whether this release ends a chunk where attention was cached and no state was (from 0.24 on)."""
+    if "shared_prefix_boundary" in inspect.getsource(Request.__init__):  # from 0.26 on
+        return True
     return "num_uncached_common_prefix_tokens" in inspect.signature(Scheduler._mamba_block_aligned_split).parameters
 
 
@@ -228,6 +236,10 @@ class PretendedWorker:
             name: (computed[name], computed[name] + length) for name, length in output.num_scheduled_tokens.items()
         }
         self.steps.append(chunks)
+        # A hit that ends within a block gets a copy of it (from 0.29 on).
+        for source, target in getattr(output, "kv_cache_block_copies", None) or ():
+            group, content = self.memory[source]
+            self.memory[target] = (group, dict(content))
         prefixes = {name: _prefix_ids(tokens_of(name), end) for name, (_, end) in chunks.items()}
         for name, (start, _) in chunks.items():
             self._check_rows(name)

@@ -115,6 +115,7 @@ def situations(draw: Any) -> tuple[int, int, int, int, int, int, int, bool]:
     return dcp, block, num_prompt_tokens, computed, local, wanted, uncached, draw(st.booleans())
 
 
+@pytest.mark.replaces("vllm_dcp_hybrid.core.prefill_split:mamba_block_aligned_split")
 @pytest.mark.contract
 @settings(max_examples=400, deadline=None)
 @given(situation=situations())
@@ -157,6 +158,7 @@ def test_it_gets_on_where_stock_would_and_ends_on_the_last_boundary_it_reaches(
         assert not reached or reached[-1] == start + chunk
 
 
+@pytest.mark.replaces("vllm_dcp_hybrid.core.prefill_split:mamba_block_aligned_split")
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("dcp", "length", "budget", "ends"),
@@ -177,6 +179,7 @@ def test_the_examples_of_targets(
     assert chunk_ends(split, fake_scheduler(dcp=dcp), length, budget) == ends
 
 
+@pytest.mark.replaces("vllm_dcp_hybrid.core.prefill_split:mamba_block_aligned_split")
 @pytest.mark.contract
 @pytest.mark.parametrize(("dcp", "ends"), [(1, [1904, 2720, 3000]), (2, [1632, 2176, 3000]), (4, [1088, 3000])])
 def test_with_an_eagle_drafter_no_chunk_is_cut_for_a_state_that_is_dropped(

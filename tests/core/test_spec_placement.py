@@ -160,6 +160,7 @@ def test_a_nonsense_answer_of_a_plugin_is_an_error(scenes: Any, unknown_class: A
         scenes.adapter.place(unknown_class(block_size=16))
 
 
+@pytest.mark.replaces("vllm_dcp_hybrid.core.block_sizes:resolve_kv_cache_block_sizes")
 def test_refusals_of_groups_come_before_anything_is_built(scenes: Any) -> None:
     """The engine core asks for block sizes first: a group that nobody places stops it there, layer named."""
     groups = scenes.cache_config([scenes.recurrent_spec(), make_spec(scenes, "SlidingWindowSpec")])
