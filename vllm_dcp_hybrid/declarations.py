@@ -194,30 +194,37 @@ FEATURE_PATCHES: tuple[Patch, ...] = (
         until="0.21.0",
     ),
     # The workers
-    Patch(
-        name="worker-backends",
-        target="vllm.v1.worker.worker_base:WorkerBase.__init__",
-        how="wrap",
-        replacement="vllm_dcp_hybrid.worker.startup:worker_base_init",
-        leans_on=(
-            "vllm.v1.attention.backends.registry:register_backend",
-            "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
-            "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata",
-            "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
-            "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
-            "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
-            "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
-            "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
-            "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
-            "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
-            "vllm.v1.attention.backend:AttentionImplBase.__new__",
-            "vllm.v1.attention.backend:CommonAttentionMetadata",
-            "vllm.model_executor.layers.attention.attention:unified_kv_cache_update",
-        ),
-        processes=("worker",),
-        releases=_BEFORE_UPSTREAM,
-        why="attention backends are registered where the configuration is known, so that a dormant plugin adds none",
-        until="vLLM's CPU backend returns the LSE, and its FlashAttention backend decodes in one call",
+    *(
+        Patch(
+            name="worker-backends",
+            target="vllm.v1.worker.worker_base:WorkerBase.__init__",
+            how="wrap",
+            replacement=f"vllm_dcp_hybrid.worker.startup:{replacement}",
+            leans_on=(
+                "vllm.v1.attention.backends.registry:register_backend",
+                "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+                "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
+                "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
+                "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
+                "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
+                "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
+                "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+                "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
+                "vllm.v1.attention.backend:AttentionImplBase.__new__",
+                "vllm.v1.attention.backend:CommonAttentionMetadata",
+                "vllm.model_executor.layers.attention.attention:unified_kv_cache_update",
+            ),
+            processes=("worker",),
+            releases=releases,
+            why="attention backends are registered where the configuration is known, so that a dormant plugin adds "
+            "none",
+            until="vLLM's CPU backend returns the LSE, and its FlashAttention backend decodes in one call",
+        )
+        for replacement, releases in (
+            # FlashAttention's cache begins with keys and values, or with blocks.
+            ("worker_base_init_kv_first", ">=0.20.2,<0.23"),
+            ("worker_base_init", ">=0.23,<0.26"),
+        )
     ),
     Patch(
         name="layer-checks",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from vllm_dcp_hybrid.attention.local_lens import fill_local_lens_torch, local_lens_naive  # noqa: E402
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 300)), max_size=8),
     num_decodes=st.integers(0, 8),

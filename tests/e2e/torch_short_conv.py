@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.mamba import short_conv
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -68,10 +69,20 @@ def convolve_tokens(
     ).t()
 
 
+_dispatch_cpu_gemm = utils.dispatch_cpu_unquantized_gemm
+
+
+def dispatch_cpu_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Stock's choice of a matrix product, for what is one: convolutions keep their weights as they are."""
+    if layer.weight.ndim == 2:
+        _dispatch_cpu_gemm(layer, remove_weight)
+
+
 class TorchShortConvWorker(CPUWorker):
     """Stock's CPU worker, with short convolutions in torch."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_gemm
         short_conv.causal_conv1d_fn = convolve_sequences
         short_conv.causal_conv1d_update = convolve_tokens
         super().load_model(*args, **kwargs)

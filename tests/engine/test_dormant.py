@@ -185,7 +185,7 @@ def test_case_29_an_idle_worker_registers_no_attention_backend(monkeypatch: pyte
     from vllm_dcp_hybrid.worker import startup
 
     calls: list[str] = []
-    monkeypatch.setattr(startup, "register_attention_backends", lambda: calls.append("registered"))
+    monkeypatch.setattr(startup, "register_attention_backends", lambda _: calls.append("registered"))
     for idle in IDLE.values():
         startup.worker_base_init(lambda *args: None, object(), (make_config(*idle),), {})
     assert calls == []

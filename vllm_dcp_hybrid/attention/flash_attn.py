@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm import _custom_ops
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_dcp_group
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.attention.backends.flash_attn import (
@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm_dcp_hybrid import activation, placement
 from vllm_dcp_hybrid.attention import exchange, fa3
 from vllm_dcp_hybrid.attention.local_lens import fill_local_lens_triton
+from vllm_dcp_hybrid.attention.strides import with_packed_singletons
 from vllm_dcp_hybrid.attention.upstream_contract import should_split_fa2_dcp_context_attention
 from vllm_dcp_hybrid.core import kv_cache_specs
 from vllm_dcp_hybrid.placement import Placement
@@ -180,6 +181,9 @@ class DCPFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 class DCPFlashAttentionImpl(FlashAttentionImpl):
     """Attention of one layer over this rank's shard of the KV."""
 
+    kv_dim: ClassVar[int] = 1
+    """The dimension of the cache that has keys at index 0 and values at index 1."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
@@ -206,8 +210,8 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
         Args:
             query: ``[num_tokens, num_heads, head_size]``, this rank's heads.
             key, value: ``[num_tokens, num_kv_heads, head_size]``, the new tokens, on every rank.
-            kv_cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]``, this rank's shard, the new tokens that
-                it owns already written.
+            kv_cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]``, or as `kv_dim` says, this rank's shard,
+                the new tokens that it owns already written.
             output: ``[num_tokens, num_heads, head_size]``, written in place.
         """
         if attn_metadata is None and self.attn_type == AttentionType.DECODER:
@@ -244,7 +248,7 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
 
     def _caches(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
-        caches = [canonicalize_singleton_dim_strides(cache) for cache in kv_cache.unbind(1)]
+        caches = [with_packed_singletons(cache) for cache in kv_cache.unbind(self.kv_dim)]
         return [cache.view(current_platform.fp8_dtype()) for cache in caches] if self.is_fp8 else caches
 
     def _attend_decode_rows(

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens once per worker, before its model is built."""
+"""What happens once per worker, before its model is built: ``WorkerBase.__init__`` is the first to have the config.
+
+Attention backends go into vLLM's registry here, and only where the plugin is active, so that a dormant plugin leaves
+the registry alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_dcp_hybrid import activation
+
+# vLLM's name of a backend -> our class of that name.
+_CPU = {"CPU_ATTN": "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend"}
+_CUDA = {"FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend"}
+_CUDA_KV_FIRST = {"FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn_kv_first.KVFirstFlashAttentionBackend"}
+
+_registered: set[str] = set()
+_is_active = False
 
 
 def worker_base_init(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Wraps ``WorkerBase.__init__``: the first call of a worker that has the config.
+    """Wraps ``WorkerBase.__init__``."""
+    begin(args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA})
+    wrapped(*args, **kwargs)
 
-    Attention backends go into vLLM's registry here, and only where the plugin is active, so that a dormant plugin
-    leaves the registry alone.
-    """
-    global _is_active
-    vllm_config = args[0] if args else kwargs["vllm_config"]
-    _is_active = activation.is_active(vllm_config)
-    if _is_active:
-        register_attention_backends()
-    elif _registered:
-        withdraw_attention_backends()
+
+def worker_base_init_kv_first(
+    wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """As :func:`worker_base_init`, for releases whose FlashAttention cache has keys and values first."""
+    begin(args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA_KV_FIRST})
     wrapped(*args, **kwargs)
 
 
@@ -31,22 +41,19 @@ def worker_base_init_on_cpu(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """As :func:`worker_base_init`, for releases whose own backends serve on GPUs."""
-    global _is_active
     vllm_config = args[0] if args else kwargs["vllm_config"]
-    _is_active = activation.is_active(vllm_config)
-    if activation.uses_cpu_engine(vllm_config):
-        register_attention_backends("CPU_ATTN")
-    elif _registered:
-        withdraw_attention_backends()
+    begin(vllm_config, _CPU if activation.uses_cpu_engine(vllm_config) else {})
     wrapped(*args, **kwargs)
 
 
-_BACKENDS = {
-    "CPU_ATTN": "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend",
-    "FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend",
-}
-_registered: set[str] = set()
-_is_active = False
+def begin(vllm_config: Any, backends: Mapping[str, str]) -> None:
+    """Start a worker of this process, which may have had another one before."""
+    global _is_active
+    _is_active = activation.is_active(vllm_config)
+    if _registered:
+        withdraw_attention_backends()
+    if _is_active:
+        register_attention_backends(backends)
 
 
 def is_active() -> bool:
@@ -59,21 +66,17 @@ def is_registered(name: str) -> bool:
     return name in _registered
 
 
-def register_attention_backends(*names: str) -> None:
-    """Put our attention backends under the names by which vLLM selects them; imported when first used.
-
-    Args:
-        names: which; all if none are named.
-    """
+def register_attention_backends(backends: Mapping[str, str]) -> None:
+    """Put classes of ours under the names by which vLLM selects them; they are imported when first used."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name in names or _BACKENDS:
-        register_backend(AttentionBackendEnum[name], _BACKENDS[name])
+    for name, path in backends.items():
+        register_backend(AttentionBackendEnum[name], path)
         _registered.add(name)
 
 
 def withdraw_attention_backends() -> None:
-    """Give the names back, where an earlier worker of this process was active and this one is not."""
+    """Give the names back to stock."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     while _registered:
