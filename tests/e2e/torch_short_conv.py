@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short convolutions on CPUs for vLLM < 0.25, which has them in Triton only: a worker that brings them in torch.
 
-Nothing else of the engine is replaced.  From 0.25 on stock's own are used.
+Nothing else of the engine is replaced, but 0.20 gets equal pages for its oracle.  From 0.25 on stock's own are used.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from packaging.version import Version
+from vllm import __version__
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.mamba import short_conv
+from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+STOCK_ALIGNS_PAGES = Version(__version__) >= Version("0.21")
 
 
 def convolve_sequences(
@@ -86,3 +91,7 @@ class TorchShortConvWorker(CPUWorker):
         short_conv.causal_conv1d_fn = convolve_sequences
         short_conv.causal_conv1d_update = convolve_tokens
         super().load_model(*args, **kwargs)
+        if not STOCK_ALIGNS_PAGES and self.parallel_config.decode_context_parallel_size == 1:
+            # With DCP the plugin does it.
+            backend = current_platform._find_non_ssm_backend(self.vllm_config)
+            current_platform._align_hybrid_block_size(self.vllm_config, backend)
