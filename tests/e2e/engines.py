@@ -51,6 +51,7 @@ class Engine:
     block_size: int | None = None
     dtype: str | None = None
     skew_kv_heads: bool = False
+    gdn_head_size: int = 32
     is_eager: bool = True
     is_on_gpu: bool = False
     python: str = sys.executable
@@ -150,12 +151,13 @@ class Engines:
 
     def model(self, engine: Engine) -> Path:
         """The engine's tiny checkpoint, made where it does not exist."""
-        name = f"{engine.kind}-{engine.kv_heads}kv{'-skewed' if engine.skew_kv_heads else ''}"
+        name = f"{engine.kind}-{engine.kv_heads}kv-{engine.gdn_head_size}{'-skewed' if engine.skew_kv_heads else ''}"
         return tiny_models.make_tiny_model(
             engine.kind,
             self.directory / name,
             num_key_value_heads=engine.kv_heads,
             skew_kv_heads=engine.skew_kv_heads,
+            gdn_head_size=engine.gdn_head_size,
         )
 
     def run(self, engine: Engine, work: Sequence[dict[str, Any]] | None = None) -> Run:

@@ -42,6 +42,7 @@ def make_tiny_model(
     num_attention_heads: int = 8,
     num_key_value_heads: int = 2,
     head_size: int | None = None,
+    gdn_head_size: int = 32,
     max_position_embeddings: int = 8192,
     dtype: str = "bfloat16",
     skew_kv_heads: bool = False,
@@ -57,6 +58,7 @@ def make_tiny_model(
         num_key_value_heads: KV heads; DCP N needs TP > KV heads and N <= TP // KV heads.
         head_size: 32 for LFM2, whose hidden size is `num_attention_heads * head_size`, else 64.
         max_position_embeddings: longest sequence, tokens.
+        gdn_head_size: of gated delta nets. vLLM's kernel for CPUs with AVX512-BF16 takes 64 and 128 only, from 0.29 on.
         dtype: of the weights; gated delta nets run in bfloat16 only on a CPU.
         skew_kv_heads: give the KV heads very different scales, so that a head mix-up cannot hide.
 
@@ -74,6 +76,7 @@ def make_tiny_model(
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
         head_size=head_size or (32 if kind == "lfm2" else 64),
+        gdn_head_size=gdn_head_size,
         max_position_embeddings=max_position_embeddings,
         dtype=dtype,
         skew_kv_heads=skew_kv_heads,

@@ -28,7 +28,6 @@ NUM_EXPERTS = 4
 EXPERT_SIZE = 128
 NUM_GDN_KEY_HEADS = 4
 NUM_GDN_VALUE_HEADS = 8
-GDN_HEAD_SIZE = 32
 CONV_KERNEL_SIZE = {"qwen3-next": 4, "qwen3.5": 4, "lfm2": 3}
 ROTARY_FACTOR = {"qwen3-next": 0.25, "qwen3.5": 0.25, "lfm2": 1.0, "llama": 1.0}
 VISION_SIZE = 128
@@ -49,6 +48,7 @@ class TinyModel:
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
     head_size: int = 64
+    gdn_head_size: int = 32
     max_position_embeddings: int = 8192
     dtype: str = "bfloat16"
     skew_kv_heads: bool = False
@@ -119,8 +119,8 @@ class TinyModel:
             "layer_types": self.layer_types,
             "full_attention_interval": ATTENTION_INTERVAL,
             "linear_conv_kernel_dim": CONV_KERNEL_SIZE[self.kind],
-            "linear_key_head_dim": GDN_HEAD_SIZE,
-            "linear_value_head_dim": GDN_HEAD_SIZE,
+            "linear_key_head_dim": self.gdn_head_size,
+            "linear_value_head_dim": self.gdn_head_size,
             "linear_num_key_heads": NUM_GDN_KEY_HEADS,
             "linear_num_value_heads": NUM_GDN_VALUE_HEADS,
         }

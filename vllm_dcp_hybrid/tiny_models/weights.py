@@ -14,7 +14,6 @@ from vllm_dcp_hybrid.tiny_models.architectures import (
     CONV_KERNEL_SIZE,
     EXPERT_SIZE,
     GATED_DELTA_NET_KINDS,
-    GDN_HEAD_SIZE,
     INTERMEDIATE_SIZE,
     NUM_EXPERTS,
     NUM_GDN_KEY_HEADS,
@@ -122,8 +121,8 @@ class _WeightFactory:
 
     def gated_delta_net(self, prefix: str) -> State:
         hidden_size = self.model.hidden_size
-        key_size = NUM_GDN_KEY_HEADS * GDN_HEAD_SIZE
-        value_size = NUM_GDN_VALUE_HEADS * GDN_HEAD_SIZE
+        key_size = NUM_GDN_KEY_HEADS * self.model.gdn_head_size
+        value_size = NUM_GDN_VALUE_HEADS * self.model.gdn_head_size
         kernel_size = CONV_KERNEL_SIZE[self.model.kind]
         # One step keeps exp(-exp(A_log) * softplus(a + dt_bias)), and softplus(0) = log 2.
         memory = torch.logspace(math.log10(SHORTEST_MEMORY), math.log10(LONGEST_MEMORY), NUM_GDN_VALUE_HEADS)
@@ -131,7 +130,7 @@ class _WeightFactory:
             f"{prefix}A_log": -torch.log(memory * math.log(2)),
             f"{prefix}dt_bias": torch.zeros(NUM_GDN_VALUE_HEADS),
             f"{prefix}conv1d.weight": self.normal(2 * key_size + value_size, 1, kernel_size),
-            f"{prefix}norm.weight": 1 + self.normal(GDN_HEAD_SIZE, scale=0.1),
+            f"{prefix}norm.weight": 1 + self.normal(self.model.gdn_head_size, scale=0.1),
             f"{prefix}out_proj.weight": self.branch_output(value_size, RECURRENT_GAIN),
         }
         if self.model.kind == "qwen3-next":
