@@ -92,13 +92,17 @@ def directory_for(release: str, place: str | None = None) -> Path:
 def requirements(requires_dist: Iterable[str]) -> list[str]:
     """What a wheel asks for, in a form that an ordinary index can give.
 
-    vLLM's CPU wheels pin `torch==X+cpu`; an ordinary index has X only.  Requirements of extras are left out.
+    vLLM's CPU wheels pin `torch==X+cpu`; an ordinary index has X only.  They do not pin torchaudio, which does not pin
+    torch either, and does not load beside an older one.  Requirements of extras are left out.
     """
     wanted = []
     for line in requires_dist:
         requirement = Requirement(line)
         if requirement.marker is None or "extra" not in str(requirement.marker):
             wanted.append(str(requirement).replace("+cpu", ""))
+            if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
+                pins = [each.version.partition("+")[0] for each in requirement.specifier if each.operator == "=="]
+                wanted += [f"torchaudio<={pin}" for pin in pins]
     return wanted
 
 
@@ -115,7 +119,7 @@ def unmet(wanted: Iterable[str], found: Mapping[str, str]) -> list[str]:
 
 def recipe(release: str, pyproject: dict[str, Any]) -> dict[str, str]:
     """Changes when an environment has to be made again."""
-    ours = [pyproject["project"], pyproject["dependency-groups"]["test"]]
+    ours = [pyproject["project"], pyproject["dependency-groups"]["test"], Path(__file__).read_text()]
     return {"release": release, "ours": hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()[:16]}
 
 
