@@ -69,7 +69,7 @@ CASES: tuple[Case, ...] = (
         "qwen3-next",
         "GDN + attention, bfloat16",
         ">=0.21",
-        replace(_CACHED, kind="qwen3-next"),
+        replace(_CACHED, kind="qwen3-next", gdn_head_size=64),
         **_BFLOAT16,
         hit_units=_HYBRID,
         is_brief=False,
