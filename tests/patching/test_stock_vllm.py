@@ -78,9 +78,11 @@ for module_name in ("v1.", "config.", "engine.", "distributed.", "model_executor
         found += [((key, k), v) for (key,), cls in found if isinstance(cls, type) for k, v in vars(cls).items()]
         for path, value in found:
             try:
-                is_defined = isinstance(value, kinds) and tree.outline(name).block(path) is not None
+                block = isinstance(value, kinds) and tree.outline(name).block(path)
             except SourceNotFound:
                 continue
+            # Not by an assignment: `compiled = torch.compile(...)` gets a function that was made elsewhere.
+            is_defined = block and block.header.startswith(("def ", "async def ", "class "))
             if is_defined and vars(module)[path[0]].__module__ == name:
                 count += 1
                 owner = foreign_owner(Name(name, path), value, tree)
