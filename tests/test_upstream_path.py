@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ CORE = "vllm.v1.core"
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Iterator[Any]:
+def upstream() -> Any:
     """The module, with the plugin applied and all of upstream's path loaded that a CPU build can load."""
     with warnings.catch_warnings():
         # Torch and vLLM deprecate parts of each other while they are imported.
@@ -30,7 +29,7 @@ def upstream() -> Iterator[Any]:
         assert plugin.apply_patches().is_applied, plugin.status().refusal
         for name in (f"{CORE}.sched.scheduler", "vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner"):
             importlib.import_module(name)
-    yield importlib.import_module("vllm_dcp_hybrid.upstream_path")
+    return importlib.import_module("vllm_dcp_hybrid.upstream_path")
 
 
 def names() -> tuple[str, ...]:
@@ -138,7 +137,8 @@ class FakeRegistry:
         return self.path is not None
 
     def get_path(self, include_classname: bool = True) -> str:
-        assert self.path is not None and not include_classname
+        assert self.path is not None
+        assert not include_classname
         return self.path
 
 

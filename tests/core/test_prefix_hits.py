@@ -165,7 +165,7 @@ def test_case_13_a_hit_of_0_is_visible_as_an_uncached_common_prefix(
 
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 def test_case_10_every_group_has_a_block_at_the_hit_boundary(scenes: Any, dcp: int) -> None:
-    """CASES 10: a hit of H tokens has H / (B*N) attention blocks, rounded up, and the state of exactly H tokens alone."""
+    """CASES 10: a hit of H tokens has H / (B*N) attention blocks, rounded up, and alone the state of H tokens."""
     engine = scenes.make_engine(dcp=dcp)
     tokens = prompt(3000)
     engine.run_one("cold", tokens)

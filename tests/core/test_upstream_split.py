@@ -46,7 +46,9 @@ def test_chunks_end_where_a_hit_can_end(scenes: Any, dcp: int, length: int, budg
 
 @OURS
 @pytest.mark.contract
-@pytest.mark.parametrize(("length", "stock", "ours"), [(1377, 0, 1088), (1649, 1632, 1632), (3000, 0, 2720), (5000, 4896, 4896)])
+@pytest.mark.parametrize(
+    ("length", "stock", "ours"), [(1377, 0, 1088), (1649, 1632, 1632), (3000, 0, 2720), (5000, 4896, 4896)]
+)
 def test_case_12_stock_hits_less(scenes: Any, length: int, stock: int, ours: int) -> None:
     """CASES 12: the same engine with the plugin switched off and on."""
     tokens = [3 + number % 900 for number in range(length)]

@@ -90,7 +90,9 @@ def test_case_05_upstreams_tables_are_as_wide_as_our_geometry_says(
 ) -> None:
     """CASES 5: upstream's answer and the one that the CPU engine computes with."""
     max_len = 40 * B + 5
-    specs = groups_of(scenes, mode) if mode == "align" else [scenes.recurrent_spec(max_len, mode), *groups_of(scenes)[2:]]
+    specs = (
+        groups_of(scenes, mode) if mode == "align" else [scenes.recurrent_spec(max_len, mode), *groups_of(scenes)[2:]]
+    )
     runner = make_runner(specs, dcp=dcp, rank=1, mode=mode, block_size=B, max_len=max_len)
     geometry = scenes.adapter.cache_geometry(runner.kv_cache_config, runner.vllm_config)
     tables = runner.input_batch.block_table.block_tables
