@@ -23,6 +23,7 @@ import changes as differences
 import releases as known
 import results
 import support_page
+from cases import ENGINE_CHECKS
 from environments import PLACE, ROOT
 from runner import Options, Runner
 from table import results_table
@@ -49,8 +50,9 @@ def run(
     engines: Annotated[
         Engines, typer.Option(help="Start engines of all releases, of the oldest and the newest, or of none.")
     ] = Engines.all,
+    cases: Annotated[str, typer.Option(help=f"Of engines, comma-separated: {', '.join(ENGINE_CHECKS)}.")] = "",
     is_brief: Annotated[
-        bool, typer.Option("--brief", help="Leave out what says the same everywhere, and all but one engine case.")
+        bool, typer.Option("--brief", help="Leave out the contract tests that say the same everywhere.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Releases tested side by side; engines never are.")] = 1,
     place: Annotated[
@@ -68,21 +70,37 @@ def run(
         chosen = known.choose([name for name in releases.split(",") if name], known.known_releases())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--releases") from error
-    options = Options(tuple(chosen), engines.value, is_brief=is_brief, jobs=jobs, place=place or None, keep=keep)
+    wanted = tuple(name for name in cases.split(",") if name) or ENGINE_CHECKS
+    if not {*wanted} <= {*ENGINE_CHECKS}:
+        raise typer.BadParameter(f"there are {', '.join(ENGINE_CHECKS)}", param_hint="--cases")
+    options = Options(
+        releases=tuple(chosen),
+        engines=engines.value,
+        engine_checks=wanted,
+        is_brief=is_brief,
+        jobs=jobs,
+        place=place or None,
+        keep=keep,
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+    so_far: list[results.ReleaseResult] = []
+
+    def take(result: results.ReleaseResult) -> None:
+        """Hours may pass until the last release has its result."""
+        so_far.append(result)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(results.to_json(so_far), "utf-8")
+        if record:
+            take_into_record(result)
+
     try:
-        found = Runner(options, console).run()
+        found = Runner(options, console).run(take)
     except known.IndexUnreachable as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from error
     console.print(results_table(found))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(results.to_json(found), "utf-8")
-    if record:
-        RECORD.write_text(results.to_json(results.merge(results.read(RECORD), found, known.known_releases())), "utf-8")
-        write_page()
     wrong = results.problems(found, chosen)
     for text in wrong:
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -131,6 +149,13 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def current_page() -> str:
     """The page that the committed results give."""
     return support_page.page(known.known_releases(), results.read(RECORD), support_page.read_gpu_results())
+
+
+def take_into_record(result: results.ReleaseResult) -> None:
+    """A release's result in place of the one before it, and the page with it."""
+    merged = results.merge(results.read(RECORD), [result], known.known_releases())
+    RECORD.write_text(results.to_json(merged), "utf-8")
+    write_page()
 
 
 def write_page() -> None:

@@ -34,7 +34,6 @@ class Case:
         mean: largest allowed mean difference in log-probability.
         largest: largest allowed difference of one token.
         hit_units: per releases, whole blocks of one rank between two places where a prefix hit can end.
-        is_brief: whether a brief run has it.
     """
 
     name: str
@@ -43,8 +42,7 @@ class Case:
     engine: Engine
     mean: float
     largest: float
-    hit_units: tuple[tuple[str, int], ...] = ()
-    is_brief: bool = True
+    hit_units: tuple[tuple[str, int], ...]
 
 
 _CACHED = Engine("lfm2", tp=2, dcp=2, prefix_caching=True, block_size=BLOCK, extra=(("max_model_len", MAX_MODEL_LEN),))
@@ -72,7 +70,6 @@ CASES: tuple[Case, ...] = (
         replace(_CACHED, kind="qwen3-next", gdn_head_size=64),
         **_BFLOAT16,
         hit_units=_HYBRID,
-        is_brief=False,
     ),
     Case(
         "llama",
@@ -81,11 +78,11 @@ CASES: tuple[Case, ...] = (
         replace(_CACHED, kind="llama", dtype="float32"),
         **_FLOAT32,
         hit_units=_ONE_GROUP,
-        is_brief=False,
     ),
 )
 
 REFUSAL = "refusal"
+ENGINE_CHECKS = (REFUSAL, *(case.name for case in CASES))
 # The words of stock releases, in the order in which a start meets them.
 STOCK_REFUSALS = (
     "DCP not support hybrid attn now.",
@@ -94,9 +91,9 @@ STOCK_REFUSALS = (
 )
 
 
-def cases_for(release: str, *, is_brief: bool = False) -> list[Case]:
+def cases_for(release: str) -> list[Case]:
     """The comparisons for one release."""
-    return [case for case in CASES if is_among(release, case.releases) and (case.is_brief or not is_brief)]
+    return [case for case in CASES if is_among(release, case.releases)]
 
 
 def case_named(name: str) -> Case:

@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import releases as known
+from cases import ENGINE_CHECKS
 from checks import ENVIRONMENT, FAILED, PASSED, Check, Checker, Python, planned, python_of, python_with_sources
 from environments import ROOT, CannotMake, Environment, prepare, remove
 from packaging.version import Version
@@ -35,7 +36,8 @@ class Options:
     Attributes:
         releases: of vLLM.
         engines: of `all` of them, of both `ends`, or of `none`.
-        is_brief: leave out what says the same everywhere.
+        engine_checks: names of those that are wanted.
+        is_brief: leave out contract tests that say the same everywhere.
         jobs: releases side by side.
         place: where environments lie.
         keep: environments, for the next run.
@@ -43,6 +45,7 @@ class Options:
 
     releases: tuple[str, ...]
     engines: str = "all"
+    engine_checks: tuple[str, ...] = ENGINE_CHECKS
     is_brief: bool = False
     jobs: int = 1
     place: str | None = None
@@ -64,8 +67,12 @@ class Runner:
         )
         self._making = threading.Lock()
 
-    def run(self) -> list[ReleaseResult]:
-        """The results, oldest release first; an interrupted run ends what it started."""
+    def run(self, take: Callable[[ReleaseResult], None]) -> list[ReleaseResult]:
+        """The results, oldest release first; an interrupted run ends what it started.
+
+        Args:
+            take: gets each release's result as soon as there is one, in this thread.
+        """
         builds = {release: known.build_of(release) for release in self.options.releases}
         with_engines = {*self._with_engines(builds)}
         # Those with engines first: the machine is never left to one long release at the end.
@@ -73,7 +80,10 @@ class Runner:
         with ThreadPoolExecutor(self.options.jobs) as pool:
             futures = [pool.submit(self._test, release, builds[release], release in with_engines) for release in order]
             try:
-                found = [future.result() for future in futures]
+                found = []
+                for future in as_completed(futures):
+                    found.append(future.result())
+                    take(found[-1])
             except BaseException:
                 self.processes.stop()
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -89,7 +99,7 @@ class Runner:
         return choices[self.options.engines]()
 
     def _test(self, release: str, build: str, with_engines: bool) -> ReleaseResult:
-        names = planned(release, build, with_engines=with_engines, is_brief=self.options.is_brief)
+        names = planned(release, build, self.options.engine_checks if with_engines else ())
         started = time.monotonic()
         try:
             python, versions, environment = self._python(release, build)

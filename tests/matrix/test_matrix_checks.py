@@ -8,7 +8,7 @@ from pathlib import Path
 
 import checks
 import pytest
-from cases import CASES, REFUSAL
+from cases import ENGINE_CHECKS, REFUSAL
 from checks import (
     CONTRACT,
     DOCTOR,
@@ -102,10 +102,14 @@ def test_a_case_without_an_answer_has_failed() -> None:
 
 
 def test_engines_are_planned_where_there_is_a_wheel_to_start() -> None:
-    with_engines = planned("0.32.0", CPU_WHEEL, with_engines=True)
-    assert with_engines == [CONTRACT, DOCTOR, REFUSAL, *(case.name for case in CASES)]
-    assert planned("0.32.0", SOURCES, with_engines=True) == [CONTRACT, DOCTOR]
-    assert planned("0.32.0", CPU_WHEEL, with_engines=False) == [CONTRACT, DOCTOR]
+    assert planned("0.32.0", CPU_WHEEL, ENGINE_CHECKS) == [CONTRACT, DOCTOR, *ENGINE_CHECKS]
+    assert planned("0.32.0", SOURCES, ENGINE_CHECKS) == [CONTRACT, DOCTOR]
+    assert planned("0.32.0", CPU_WHEEL, ()) == [CONTRACT, DOCTOR]
+
+
+def test_only_wanted_cases_that_the_release_can_run_are_planned() -> None:
+    assert planned("0.32.0", CPU_WHEEL, (REFUSAL, "lfm2")) == [CONTRACT, DOCTOR, REFUSAL, "lfm2"]
+    assert planned("0.20.2", CPU_WHEEL, ("lfm2", "qwen3-next")) == [CONTRACT, DOCTOR, "lfm2"]
 
 
 def test_what_a_brief_run_leaves_out_exists() -> None:
