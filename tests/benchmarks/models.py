@@ -12,7 +12,6 @@ from vllm_dcp_hybrid.tiny_models import architectures, tokenizer
 NUM_HEADS = 16
 NUM_KV_HEADS = 1
 FEED_FORWARD_SIZE = 8192
-VOCAB_SIZE = 65_536
 
 
 def make_model(path: Path, *, num_layers: int = 32, head_size: int = 128, max_len: int = 140_000) -> Path:
@@ -20,7 +19,7 @@ def make_model(path: Path, *, num_layers: int = 32, head_size: int = 128, max_le
 
     Args:
         path: directory, made where it does not exist.
-        num_layers: 32 with heads of 128 give 2.4 B parameters.
+        num_layers: 32 with heads of 128 give 2.1 B parameters.
         max_len: longest sequence, tokens.
     """
     shape = architectures.TinyModel(
@@ -31,7 +30,8 @@ def make_model(path: Path, *, num_layers: int = 32, head_size: int = 128, max_le
         head_size=head_size,
         max_position_embeddings=max_len,
     )
-    sizes = {"intermediate_size": FEED_FORWARD_SIZE, "block_ff_dim": FEED_FORWARD_SIZE, "vocab_size": VOCAB_SIZE}
+    # The vocabulary stays the tokenizer's: a token without text is not streamed, and clients would measure gaps.
+    sizes = {"intermediate_size": FEED_FORWARD_SIZE, "block_ff_dim": FEED_FORWARD_SIZE}
     path.mkdir(parents=True, exist_ok=True)
     config = {**shape.config(), **sizes}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

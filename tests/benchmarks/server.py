@@ -79,7 +79,9 @@ def ratios(of_servers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found[name] = {}
         for figure in ("output_throughput", "median_tpot_ms"):
             rounds = zip(first[f"rounds_{figure}"], other[f"rounds_{figure}"], strict=True)
-            each = sorted(a / b for a, b in rounds)
+            each = sorted(a / b for a, b in rounds if b > 0)
+            if not each:
+                continue
             found[name][figure] = [round(value, 3) for value in (statistics.median(each), each[0], each[-1])]
     return found
 
