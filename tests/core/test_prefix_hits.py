@@ -58,6 +58,31 @@ def test_case_12_a_repeated_prompt_hits_all_whole_scheduler_blocks(
     assert engine.outputs["warm"] == engine.outputs["cold"]
 
 
+@pytest.mark.replaces(
+    "vllm_dcp_hybrid.core.prefill_split:mamba_block_aligned_split",
+    "vllm_dcp_hybrid.core.upstream_split:mamba_block_aligned_split",
+)
+@pytest.mark.parametrize(
+    ("length", "ours", "stocks"), [(1377, 1088, 0), (1649, 1632, 1632), (3000, 2720, 0), (5000, 4896, 4896)]
+)
+def test_case_12_never_fewer_hits_than_with_stocks_own_chunk_ends(
+    scenes: Any, monkeypatch: pytest.MonkeyPatch, length: int, ours: int, stocks: int
+) -> None:
+    """CASES 12, TARGETS 5.4: this release's own split, over the same effective blocks (N = 2)."""
+    tokens = prompt(length)
+
+    def hit_of_a_repeat() -> int:
+        engine = scenes.make_engine(dcp=2)
+        assert engine.run_one("cold", tokens) == 0
+        hit: int = engine.run_one("warm", tokens)
+        return hit
+
+    assert hit_of_a_repeat() == ours
+    split = vars(scenes.Scheduler)["_mamba_block_aligned_split"].__wrapped__
+    monkeypatch.setattr(scenes.Scheduler, "_mamba_block_aligned_split", split)
+    assert hit_of_a_repeat() == stocks
+
+
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 @pytest.mark.parametrize("length", [513, 1377, 3000])
 def test_case_12_a_budget_below_the_scheduler_block_still_finds_hits(scenes: Any, length: int, dcp: int) -> None:
