@@ -37,8 +37,12 @@ class Refusal:
 
 
 def declared_refusals(era: Era) -> list[Refusal]:
-    """All of them in the releases of one era: of the configuration, of KV caches, of layers."""
-    return [*_of_configuration(era), *_of_kv_caches(), *_of_layers()]
+    """All of them in the releases of one era: of the configuration, of KV caches, of layers; each is said once.
+
+    A kind of KV cache may have several classes, by release.
+    """
+    found = [*_of_configuration(era), *_of_kv_caches(), *_of_layers()]
+    return list({(refusal.what, refusal.why): refusal for refusal in reversed(found)}.values())[::-1]
 
 
 def refusal_of_spec(name: str) -> Refusal | None:
