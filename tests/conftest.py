@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_other_releases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test marked ``replaces(name, ...)`` runs where a patch for the installed release has one of these replacements."""
+    """A test marked ``replaces(name, ...)`` runs where a patch for the installed release has one of these."""
     vllm = find_vllm()
     patches = select(ALL_PATCHES, vllm.version) if vllm else ALL_PATCHES
     in_use = {patch.replacement for patch in patches}
