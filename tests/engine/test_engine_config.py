@@ -94,7 +94,10 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 
 
 # What newer releases refuse on the V1 runner themselves, while they build the configuration, and 0.20 on CPUs.
-STOCKS_WORDS = "does not support: prefill context parallel|requires Model Runner V2|not compatible with FP8 KV cache"
+STOCKS_WORDS = (
+    "does not support: prefill context parallel|requires Model Runner V2|Model Runner V2 requires|"
+    "incompatible with context parallelism|not compatible with FP8 KV cache"
+)
 STOCKS_WORDS_FOR_SIZES = "parallel size must less than or equal|exceeds the maximum supported value"
 
 

@@ -52,8 +52,11 @@ def test_the_whole_block_is_copied_whichever_view_comes_first(
     assert (memory[:, :4] == before[:, :4]).all()
 
 
-def test_stock_copies_the_bytes_of_the_first_view_only(copy_blocks: Callable[..., None]) -> None:
+def test_stock_copies_the_bytes_of_the_first_view_only(
+    copy_blocks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault that is mended: where one allocation holds several layers, and a state comes first."""
+    monkeypatch.setattr(startup, "_is_active", False)
     memory, caches = views(2, state_first=True)
     before = memory.clone()
     copy_blocks(caches, NUM_BLOCKS, [(1, 4)])

@@ -24,7 +24,7 @@ B = 128
 @pytest.fixture
 def cpu_engine(scenes: Any) -> Iterator[None]:
     """A worker in which the plugin's CPU backend serves."""
-    startup.register_attention_backends("CPU_ATTN")
+    startup.register_attention_backends(startup._CPU)
     yield
     startup.withdraw_attention_backends()
 
@@ -107,7 +107,7 @@ def test_stock_decides_where_the_cpu_engine_does_not_serve(scenes: Any, make_run
     """A dormant plugin leaves stock's own refusal."""
     table = make_runner(groups_of(scenes), dcp=2, block_size=B).input_batch.block_table.block_tables[-1]
     assert not cpu_slot_mapping.is_ours(table)
-    startup.register_attention_backends("CPU_ATTN")
+    startup.register_attention_backends(startup._CPU)
     try:
         assert cpu_slot_mapping.is_ours(table)
         assert not cpu_slot_mapping.is_ours(
