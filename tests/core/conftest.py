@@ -16,6 +16,7 @@ def scenes() -> Any:
     with warnings.catch_warnings():
         # Torch and vLLM deprecate parts of each other while they are imported.
         warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")  # the first configuration imports it
         module = importlib.import_module("hybrid_scenes")
         status = module.plugin.apply_patches()
     assert status.is_applied, status.refusal

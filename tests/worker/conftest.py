@@ -23,6 +23,7 @@ def scenes() -> Any:
     with warnings.catch_warnings():
         # Torch and vLLM deprecate parts of each other while they are imported.
         warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")  # the first configuration imports it
         module: Any = importlib.import_module("hybrid_scenes")
         module.runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
         module.block_table = importlib.import_module("vllm.v1.worker.block_table")
