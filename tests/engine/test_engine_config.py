@@ -93,10 +93,10 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 }
 
 
-# What newer releases refuse on the V1 runner themselves, while they build the configuration, and 0.20 on CPUs.
+# What releases refuse themselves while they build the configuration: new ones on the V1 runner, and 0.20 and 0.21.
 STOCKS_WORDS = (
     "does not support: prefill context parallel|requires Model Runner V2|Model Runner V2 requires|"
-    "incompatible with context parallelism|not compatible with FP8 KV cache"
+    "incompatible with context parallelism|not compatible with FP8 KV cache|not yet validated with"
 )
 STOCKS_WORDS_FOR_SIZES = "parallel size must less than or equal|exceeds the maximum supported value"
 
