@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from vllm_dcp_hybrid import tiny_models
 from vllm_dcp_hybrid.cli.installed import find_vllm
+from vllm_dcp_hybrid.patching import is_among
 
 START_AND_RUN_LIMIT_S = float(os.environ.get("DCP_TEST_ENGINE_LIMIT_S", "420"))
 DRIVER = Path(__file__).with_name("driver.py")
@@ -74,8 +73,8 @@ class Engine:
             arguments["dcp_comm_backend"] = self.comm
         if self.is_on_gpu:
             arguments |= gpu_arguments(self.tp)
-        elif self.kind == "lfm2" and not has_short_conv_on_cpus():
-            arguments["worker_cls"] = "torch_short_conv.TorchShortConvWorker"
+        elif self.kind == "lfm2":
+            arguments |= short_conv_worker()
         for name in ("max_num_batched_tokens", "block_size", "dtype"):
             if getattr(self, name) is not None:
                 arguments[name] = getattr(self, name)
@@ -84,10 +83,20 @@ class Engine:
         return {**arguments, **extra}
 
 
-def has_short_conv_on_cpus() -> bool:
-    """Whether the installed vLLM's short convolutions run on CPUs."""
+# Releases whose short convolutions do not run on every CPU, and the worker that helps.
+SHORT_CONV_WORKERS = {
+    "<0.25": "torch_short_conv.TorchShortConvWorker",
+    ">=0.29,<0.32": "plain_conv.PlainConvWorker",
+}
+
+
+def short_conv_worker() -> dict[str, str]:
+    """What an engine of the installed vLLM needs to run short convolutions on this CPU."""
     vllm = find_vllm()
-    return vllm is None or Version(vllm.version) >= Version("0.25")
+    if vllm is None:
+        return {}
+    workers = [worker for releases, worker in SHORT_CONV_WORKERS.items() if is_among(vllm.version, releases)]
+    return {"worker_cls": workers[0]} if workers else {}
 
 
 def gpu_arguments(tp: int) -> dict[str, Any]:

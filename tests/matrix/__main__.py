@@ -65,7 +65,8 @@ def run(
     ] = False,
 ) -> None:
     """Make an environment per release, run its contract tests and engines, print a table."""
-    console = Console()
+    # Where nobody watches, the table needs no line breaks.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         chosen = known.choose([name for name in releases.split(",") if name], known.known_releases())
     except ValueError as error:
