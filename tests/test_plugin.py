@@ -128,7 +128,7 @@ if __name__ == "__main__":
     for _ in range(4):
         vllm_dcp_hybrid.register()
     tell(marks=marks_once, is_same_status=plugin.status() is first, is_unchanged=marks() == marks_once)
-    depth, value = 0, vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes
+    depth, value = 0, vars(vllm.engine.arg_utils.EngineArgs)["create_model_config"]
     while (value := getattr(value, "__wrapped__", None)) is not None:
         depth += 1
     tell(depth=depth)
@@ -152,7 +152,7 @@ REFUSALS = (
 import dataclasses, types
 from vllm_dcp_hybrid import patching, plugin, register
 from vllm.engine.arg_utils import EngineArgs
-import vllm.v1.core.kv_cache_utils as kv_cache_utils
+import vllm.v1.worker.worker_base
 
 records = []
 handler = logging.Handler()
@@ -188,19 +188,19 @@ def drift(target):
 
     patching.load_release = load_changed
 
-drift("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split")
+drift("vllm.v1.worker.worker_base:WorkerBase.__init__")
 attempt("drifted")
 drift("vllm.engine.arg_utils:EngineArgs.from_cli_args")
 attempt("entry_drifted")
 patching.load_release = load_release
 
 somebody_else = types.ModuleType("somebody_else")
-exec("def resolve_kv_cache_block_sizes(*args): return 1, 1", somebody_else.__dict__)
-stock = kv_cache_utils.resolve_kv_cache_block_sizes
-kv_cache_utils.resolve_kv_cache_block_sizes = somebody_else.resolve_kv_cache_block_sizes
+exec("def create_model_config(self): return None", somebody_else.__dict__)
+stock = EngineArgs.create_model_config
+EngineArgs.create_model_config = somebody_else.create_model_config
 attempt("foreign")
-tell(foreign_stands=kv_cache_utils.resolve_kv_cache_block_sizes is somebody_else.resolve_kv_cache_block_sizes)
-kv_cache_utils.resolve_kv_cache_block_sizes = stock
+tell(foreign_stands=EngineArgs.create_model_config is somebody_else.create_model_config)
+EngineArgs.create_model_config = stock
 
 attempt("fine")
 register()
@@ -323,8 +323,8 @@ def test_an_unknown_release_gets_one_warning_and_no_patch(refusals: dict[str, An
 def test_case_28_a_drifted_target_stops_all_of_the_feature_and_is_named(refusals: dict[str, Any]) -> None:
     """CASES 28, 30: never a half-applied state; what is left can only say why."""
     facts = refusals["drifted"]
-    assert "Scheduler._mamba_block_aligned_split at vllm/v1/core/sched/scheduler.py" in facts["refusal"]
-    assert "'prefill-chunk-ends'" in facts["refusal"]
+    assert "WorkerBase.__init__ at vllm/v1/worker/worker_base.py" in facts["refusal"]
+    assert "'worker-backends'" in facts["refusal"]
     (warning,) = facts["warnings"]
     assert facts["refusal"] in warning
     assert not facts["is_applied"]
@@ -343,7 +343,7 @@ def test_case_30_somebody_elses_patch_stops_all_of_the_feature_and_is_named(refu
     """CASES 30."""
     facts = refusals["foreign"]
     assert "was already changed in this process by 'somebody_else'" in facts["refusal"]
-    assert "resolve_kv_cache_block_sizes" in facts["refusal"]
+    assert "create_model_config" in facts["refusal"]
     assert len(facts["warnings"]) == 1
     assert not facts["is_applied"]
     assert facts["marked"] == sorted(patch.name for patch in ENTRY)
