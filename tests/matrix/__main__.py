@@ -2,7 +2,9 @@
 """The matrix: every release in an environment of its own, its contract tests, real engines, one table.
 
 uv run --extra cpu python tests/matrix run [--releases 0.25.1,0.32.0] [--engines all|ends|none] [--record]
+uv run --extra cpu python tests/matrix take RESULTS.json...
 uv run --extra cpu python tests/matrix page [--check]
+uv run --extra cpu python tests/matrix changes 0.32.0 0.33.0
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def run(
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(results.to_json(so_far), "utf-8")
         if record:
-            take_into_record(result)
+            take_into_record([result])
 
     try:
         found = Runner(options, console).run(take)
@@ -107,6 +109,14 @@ def run(
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{len(chosen)} releases, {len(wrong)} problems", style="red" if wrong else "green")
     raise typer.Exit(1 if wrong else 0)
+
+
+@app.command("take")
+def take_files(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What --json wrote.")],
+) -> None:
+    """Take the results of other runs into docs/results/matrix.json and docs/support.md, as --record does."""
+    take_into_record([result for file in files for result in results.from_json(file.read_text("utf-8"))])
 
 
 @app.command(epilog="Exit status: 0 written or equal, 1 different.")
@@ -152,9 +162,9 @@ def current_page() -> str:
     return support_page.page(known.known_releases(), results.read(RECORD), support_page.read_gpu_results())
 
 
-def take_into_record(result: results.ReleaseResult) -> None:
-    """A release's result in place of the one before it, and the page with it."""
-    merged = results.merge(results.read(RECORD), [result], known.known_releases())
+def take_into_record(found: list[results.ReleaseResult]) -> None:
+    """Releases' results in place of those before them, and the page with them."""
+    merged = results.merge(results.read(RECORD), found, known.known_releases())
     RECORD.write_text(results.to_json(merged), "utf-8")
     write_page()
 
