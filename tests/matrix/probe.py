@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
-from cases import CASES, REFUSAL, STOCK_REFUSALS, Case, case_named, required_hits, without_plugin, work
+from cases import REFUSAL, STOCK_REFUSALS, Case, case_named, refused_case, required_hits, without_plugin, work
 from engines import Engines, Run, difference, without_dcp
 
 PASSED, FAILED = "passed", "failed"
@@ -74,9 +74,9 @@ def fewer(hits: list[int], required: list[int]) -> bool:
     return any(hit < least for hit, least in zip(hits, required, strict=True))
 
 
-def refuse(engines: Engines) -> dict[str, Any]:
+def refuse(release: str, engines: Engines) -> dict[str, Any]:
     """Without the plugin DCP 2 must end in stock's own words."""
-    code, log, _ = engines.attempt(without_plugin(CASES[0].engine), work()[1:2])
+    code, log, _ = engines.attempt(without_plugin(refused_case(release).engine), work()[1:2])
     said = plain_text(log)
     words = [text for text in STOCK_REFUSALS if text in said]
     wrong = ""
@@ -111,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-dcp-hybrid-matrix-") as directory:
         engines = Engines(Path(directory))
         try:
-            answer = refuse(engines) if name == REFUSAL else compare(case_named(name), release, engines)
+            answer = refuse(release, engines) if name == REFUSAL else compare(case_named(name), release, engines)
         except AssertionError as error:
             logs = [log.read_text(errors="replace") for log in sorted(Path(directory).glob("*.log"))]
             answer = outcome(causes("\n".join([*logs, str(error)])), {})

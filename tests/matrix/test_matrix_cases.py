@@ -120,7 +120,7 @@ REFUSED = (
     ids=["stock-refuses", "it-ran", "it-hung", "another-error", "the-plugin-was-there"],
 )
 def test_a_refusal_counts_in_stocks_own_words_alone(code: int, log: str, verdict: str) -> None:
-    assert probe.refuse(Attempted(code, log))["verdict"] == verdict  # type: ignore[arg-type]
+    assert probe.refuse("0.25.1", Attempted(code, log))["verdict"] == verdict  # type: ignore[arg-type]
 
 
 def test_a_failure_tells_the_exceptions_first() -> None:
