@@ -119,18 +119,8 @@ def unsupported(vllm_config: Any) -> Iterator[Unsupported]:
         "in this vLLM release it gives recurrent groups rows that are too short under DCP",
         "unset VLLM_USE_V2_MODEL_RUNNER",
     )
-    yield (
-        "Speculative decoding",
-        lambda: vllm_config.speculative_config is not None,
-        "draft tokens are not verified over sharded KV by this version yet",
-        "drop --speculative-config or use -dcp 1",
-    )
-    yield (
-        "Returning routed experts",
-        lambda: bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False)),
-        "vLLM records them by slot, and each rank has its own slots",
-        "drop --enable-return-routed-experts",
-    )
+    yield speculative_decoding(vllm_config)
+    yield routed_experts(vllm_config)
     yield (
         "Dual-batch overlap",
         lambda: bool(getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False)),
@@ -138,6 +128,26 @@ def unsupported(vllm_config: Any) -> Iterator[Unsupported]:
         "drop --enable-dbo and --ubatch-size",
     )
     yield quantised_cache_on_cpu(vllm_config)
+
+
+def speculative_decoding(vllm_config: Any) -> Unsupported:
+    """Rows of several tokens that were not all accepted."""
+    return (
+        "Speculative decoding",
+        lambda: vllm_config.speculative_config is not None,
+        "draft tokens are not verified over sharded KV by this version yet",
+        "drop --speculative-config or use -dcp 1",
+    )
+
+
+def routed_experts(vllm_config: Any) -> Unsupported:
+    """What stock keeps beside the KV, by slot; releases that lack the option cannot ask for it."""
+    return (
+        "Returning routed experts",
+        lambda: bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False)),
+        "vLLM records them by slot, and each rank has its own slots",
+        "drop --enable-return-routed-experts",
+    )
 
 
 def quantised_cache_on_cpu(vllm_config: Any) -> Unsupported:

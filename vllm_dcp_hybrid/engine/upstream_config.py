@@ -87,16 +87,6 @@ def unsupported_on_cpu(vllm_config: Any) -> Iterator[checks.Unsupported]:
         "the attention engine that returns the LSE serves the V1 runner",
         "set VLLM_USE_V2_MODEL_RUNNER=0",
     )
-    yield (
-        "Speculative decoding",
-        lambda: vllm_config.speculative_config is not None,
-        "draft tokens are not verified over sharded KV by this version yet",
-        "drop --speculative-config or use -dcp 1",
-    )
-    yield (
-        "Returning routed experts",
-        lambda: bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False)),
-        "vLLM records them by slot, and each rank has its own slots",
-        "drop --enable-return-routed-experts",
-    )
+    yield checks.speculative_decoding(vllm_config)
+    yield checks.routed_experts(vllm_config)
     yield checks.quantised_cache_on_cpu(vllm_config)
