@@ -39,8 +39,8 @@ _WORDS = """\
   without its help: mean and largest difference in log-probability over {positions} positions (prompts of 1 to 5,000
   tokens, generations of 64). Allowed: {bounds}.
   Weights are random, so this compares arithmetic, not quality.
-- **what CPUs run**: stock's CPU builds run GDN from 0.21 on and short convolutions from 0.25 on (0.29 - 0.31: not on CPUs
-  with AVX512-BF16). Elsewhere the tests bring the convolution, to both engines alike (`torch_short_conv.py` and
+- **what CPUs run**: stock's CPU builds run GDN from 0.21 on and short convolutions from 0.25 on (0.29 - 0.31: not on
+  CPUs with AVX512-BF16). Elsewhere the tests bring the convolution, to both engines alike (`torch_short_conv.py` and
   `plain_conv.py` in [tests/e2e](../tests/e2e)), so that all else is tested.
 - **prefix hits**: prompt tokens found in the cache when prompts of {lengths} tokens are sent again at DCP 2, for the
   first of the models that ran; the others must hit as well. The short convolution's engine is asked for blocks of
