@@ -31,6 +31,10 @@ SAME_EVERYWHERE = (
     "tests/test_tiny_models.py",
     "tests/patching/test_modified_vllm.py",
     "tests/patching/test_stock_vllm.py::test_no_function_of_stock_vllm_is_taken_for_a_foreign_patch",
+    # They start vLLM anew to see what this package says.
+    "tests/test_plugin.py::test_an_unknown_release_gets_one_warning_and_no_patch",
+    "tests/test_plugin.py::test_the_python_api_demands_the_plugin_as_the_readme_says",
+    "tests/engine/test_cli_flag.py::test_case_30_left_out_by_vllm_plugins_the_command_line_itself_is_refused",
 )
 # Contract tests that import nothing of vLLM: all that can be asked of bare sources.
 OF_SOURCES = ("tests/test_declarations.py",)
