@@ -27,6 +27,7 @@ _NOT_YET: tuple[tuple[str, str, str], ...] = (
     ("TQFullAttentionSpec", "TurboQuant attention", "its backend does not return the softmax LSE"),
     ("CrossAttentionSpec", "cross attention", "the encoder's keys are written once, by position on one rank"),
     ("CircularBufferSpec", "a circular buffer", "it overwrites tokens by position on one rank"),
+    ("KpoolTailSpec", "the tail of a pooled indexer", "one rank overwrites its one block by position"),
     ("HiSparseHotSpec", "HiSparse attention", "its resident pages are chosen on one rank"),
     ("HiSparseResidentSpec", "HiSparse attention", "its resident pages are chosen on one rank"),
     ("HiddenStateCacheSpec", "extracted hidden states", "they are read back by position on one rank"),
