@@ -35,6 +35,7 @@ class Case:
         largest: largest allowed difference of one token.
         hit_units: per releases, whole blocks of one rank between two places where a prefix hit can end; 0 where a
             release's own scheduler does not find every hit, without DCP neither.
+        blocks: per releases, the block size to ask for; vLLM's own choice where there is none.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Case:
     mean: float
     largest: float
     hit_units: tuple[tuple[str, int], ...]
+    blocks: tuple[tuple[str, int], ...] = ()
+
+    def engine_of(self, release: str) -> Engine:
+        """The engine with DCP, with this release's block size."""
+        block = next((block for releases, block in self.blocks if is_among(release, releases)), None)
+        return replace(self.engine, block_size=block)
 
 
 _CACHED = Engine("lfm2", tp=2, dcp=2, prefix_caching=True, extra=(("max_model_len", MAX_MODEL_LEN),))
@@ -62,9 +69,11 @@ CASES: tuple[Case, ...] = (
         "lfm2",
         "short convolution + attention, float32",
         ">=0.20.2",
-        replace(_CACHED, dtype="float32", interleave=16, comm="a2a", block_size=BLOCK),
+        replace(_CACHED, dtype="float32", interleave=16, comm="a2a"),
         **_FLOAT32,
         hit_units=_HYBRID,
+        # Attention on CPUs takes multiples of 32 only from 0.29 on.
+        blocks=(("<0.29", BLOCK), (">=0.29", 288)),
     ),
     Case(
         "qwen3-next",

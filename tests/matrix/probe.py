@@ -30,7 +30,7 @@ _EXCEPTION = re.compile(r"\b[A-Za-z]+(?:Error|Exception): ")
 
 def compare(case: Case, release: str, engines: Engines) -> dict[str, Any]:
     """DCP against no DCP: answers, prefix hits, warm answers, and one fingerprint in every process."""
-    ours = engines.run(case.engine, work())
+    ours = engines.run(case.engine_of(release), work())
     theirs = engines.run(without_dcp(case.engine, block_size=None), work())
     return judge(case, release, ours, theirs)
 
@@ -76,7 +76,7 @@ def fewer(hits: list[int], required: list[int]) -> bool:
 
 def refuse(release: str, engines: Engines) -> dict[str, Any]:
     """Without the plugin DCP 2 must end in stock's own words."""
-    code, log, _ = engines.attempt(without_plugin(refused_case(release).engine), work()[1:2])
+    code, log, _ = engines.attempt(without_plugin(refused_case(release).engine_of(release)), work()[1:2])
     said = plain_text(log)
     words = [text for text in STOCK_REFUSALS if text in said]
     wrong = ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import probe
 import pytest
-from cases import CASES, REPEATED, cases_for, required_hits, without_plugin, work
+from cases import CASES, REPEATED, case_named, cases_for, required_hits, without_plugin, work
 from engines import Run
 from probe import judge
 from releases import known_releases
@@ -134,3 +134,8 @@ def test_without_the_plugin_the_engine_is_the_same_otherwise() -> None:
     engine = without_plugin(LFM2.engine)
     assert dict(engine.environment).keys() == {"VLLM_PLUGINS", "VLLM_CPU_OMP_THREADS_BIND"}
     assert replace(engine, environment=()) == LFM2.engine
+
+
+def test_a_release_is_asked_for_blocks_that_its_cpu_attention_takes() -> None:
+    assert [case_named("lfm2").engine_of(release).block_size for release in ("0.28.0", "0.29.0")] == [272, 288]
+    assert case_named("llama").engine_of("0.32.0").block_size is None
