@@ -18,9 +18,10 @@ import pytest
 
 from vllm_dcp_hybrid import tiny_models
 from vllm_dcp_hybrid.cli import diagnosis
-from vllm_dcp_hybrid.cli.demo import DemoOptions, server_arguments, server_environment
+from vllm_dcp_hybrid.cli.demo import DemoOptions, server_arguments
 from vllm_dcp_hybrid.cli.installed import InstalledVLLM
 from vllm_dcp_hybrid.cli.machine import MIB, Machine
+from vllm_dcp_hybrid.cli.session import server_environment
 from vllm_dcp_hybrid.tiny_models.architectures import TinyModel
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))

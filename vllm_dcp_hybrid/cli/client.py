@@ -35,13 +35,13 @@ class Client:
         except (OSError, http.client.HTTPException):
             return False
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON answer to a JSON request.
+    def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """The JSON answer to a JSON request, after `timeout` seconds of silence at most; the client's own if None.
 
         Raises:
             RequestFailed: no answer, or not status 200.
         """
-        with self._checked("POST", path, body) as response:
+        with self._checked("POST", path, body, timeout) as response:
             answer: dict[str, Any] = json.loads(response.read())
         return answer
 
@@ -70,9 +70,11 @@ class Client:
             return response.read().decode()
 
     @contextlib.contextmanager
-    def _checked(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _checked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         try:
-            with self._open(method, path, body, timeout=self._timeout) as response:
+            with self._open(method, path, body, timeout=timeout or self._timeout) as response:
                 if response.status != http.client.OK:
                     answer = response.read(2000).decode(errors="replace")
                     raise RequestFailed(f"{path}: status {response.status}: {answer}")

@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
-from rich.markup import escape
 
 from vllm_dcp_hybrid import activation, tiny_models
 from vllm_dcp_hybrid.cli import questions
@@ -28,6 +21,15 @@ from vllm_dcp_hybrid.cli.diagnosis import Diagnosis, diagnose
 from vllm_dcp_hybrid.cli.installed import INSTALL_HINT, InstalledVLLM
 from vllm_dcp_hybrid.cli.model_shape import read_model_shape
 from vllm_dcp_hybrid.cli.server import Server, ServerFailed, free_port
+from vllm_dcp_hybrid.cli.session import (
+    CannotRun,
+    check_machine,
+    say,
+    server_environment,
+    signals_as_interrupts,
+    wait_until_ready,
+    working_directory,
+)
 
 AGREE, DISAGREE, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
@@ -74,10 +76,6 @@ class DemoOptions:
         return self.dtype or ("float32" if is_cpu and kind == "lfm2" else "bfloat16")
 
 
-class CannotRun(RuntimeError):
-    """Why there is nothing to show here, and what to do."""
-
-
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Show it.
 
@@ -85,16 +83,16 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         The exit status: 0 DCP agrees with no DCP, 1 it does not, 2 it could not be run, 130 interrupted.
     """
     try:
-        with _signals_as_interrupts(), _working_directory(options.keep) as directory:
+        with signals_as_interrupts(), working_directory(options.keep, "vllm-dcp-hybrid-demo-") as directory:
             diagnosis = diagnose()
             vllm = check_prerequisites(options, diagnosis)
             demo = Demo(options, vllm, diagnosis.machine.num_numa_nodes, directory, console)
             return AGREE if demo.run() else DISAGREE
     except (CannotRun, ServerFailed, OSError) as error:
-        _say(console, f"\ndemo: {error}", "red")
+        say(console, f"\ndemo: {error}", "red")
         return COULD_NOT_RUN
     except KeyboardInterrupt:
-        _say(console, "\ndemo: interrupted, and the server is stopped.", "red")
+        say(console, "\ndemo: interrupted, and the server is stopped.", "red")
         return INTERRUPTED
 
 
@@ -104,7 +102,7 @@ def check_prerequisites(options: DemoOptions, diagnosis: Diagnosis) -> Installed
     Raises:
         CannotRun: vLLM, the plugin, the sizes or the machine stand in the way.
     """
-    vllm, machine = diagnosis.vllm, diagnosis.machine
+    vllm = diagnosis.vllm
     tp_size, dcp_size = options.tp_size, options.dcp_size
     if vllm is None:
         raise CannotRun(f"no vLLM is installed. {INSTALL_HINT}")
@@ -116,15 +114,7 @@ def check_prerequisites(options: DemoOptions, diagnosis: Diagnosis) -> Installed
         raise CannotRun(f"DCP {dcp_size} is not possible at TP {tp_size}: it must divide it.")
     if tp_size > _MAX_TP_SIZE or NUM_QUERY_HEADS % tp_size:
         raise CannotRun(f"TP {tp_size} is not possible for the tiny models: give -tp 2 or -tp 4.")
-    if not vllm.is_cpu_build and len(machine.gpus) < tp_size:
-        raise CannotRun(
-            f"this vLLM is a GPU build, and TP {tp_size} needs {tp_size} GPUs, of which {len(machine.gpus)} are "
-            "visible. To see it on a CPU, install the CPU build in another environment: "
-            "`uv run --extra cpu ...` in a clone."
-        )
-    problem = machine.shared_memory_problem(tp_size)
-    if problem:
-        raise CannotRun(problem)
+    check_machine(diagnosis, vllm, tp_size)
     return vllm
 
 
@@ -153,21 +143,21 @@ class Demo:
         options = self.options
         build = "CPU" if self.vllm.is_cpu_build else "GPU"
         caching = "on" if options.prefix_caching else "off"
-        _say(
+        say(
             self.console,
             f"vLLM {self.vllm.version} ({build}), TP {options.tp_size}, DCP {options.dcp_size}, "
             f"interleave {options.interleave}, {options.comm_backend}, prefix caching {caching}",
         )
         verdicts = [self.show(kind) for kind in options.kinds]
         if options.keep:
-            _say(self.console, f"\nModels, logs and results are in {self.directory}.")
+            say(self.console, f"\nModels, logs and results are in {self.directory}.")
         return all(verdicts)
 
     def show(self, kind: str) -> bool:
         """Run one model with DCP and without; whether the two agree."""
         options = self.options
         dtype = options.dtype_of(kind, is_cpu=self.vllm.is_cpu_build)
-        _say(self.console, f"\n{tiny_models.TINY_MODELS[kind]}", "bold")
+        say(self.console, f"\n{tiny_models.TINY_MODELS[kind]}", "bold")
         with self.console.status("making a checkpoint"):
             model = tiny_models.make_tiny_model(
                 kind,
@@ -177,14 +167,14 @@ class Demo:
                 dtype=dtype,
             )
         heads = f"{options.num_kv_heads} KV head{'s' if options.num_kv_heads > 1 else ''}"
-        _say(self.console, f"random weights, {dtype}, {NUM_QUERY_HEADS} query heads, {heads}")
+        say(self.console, f"random weights, {dtype}, {NUM_QUERY_HEADS} query heads, {heads}")
         runs = self.serve(kind, model, dtype, options.dcp_size), self.serve(kind, model, dtype, 1)
         is_good = print_report(runs, BOUNDS["float32" if dtype == "float32" else "bfloat16"], self.console)
         if options.keep:
             results = {"kind": kind, "dtype": dtype, "agree": is_good, "runs": [asdict(run) for run in runs]}
             (self.directory / f"{model.name}.results.json").write_text(json.dumps(results, indent=1) + "\n")
         elif not is_good:
-            _say(self.console, "Run it again with --keep DIR to keep the models, the logs and all numbers.")
+            say(self.console, "Run it again with --keep DIR to keep the models, the logs and all numbers.")
         return is_good
 
     def serve(self, kind: str, model: Path, dtype: str, dcp_size: int) -> ServerRun:
@@ -202,15 +192,9 @@ class Demo:
             num_numa_nodes=self.num_numa_nodes,
         )
         log = model.with_name(f"{model.name}.dcp{dcp_size}.log")
-        _say(self.console, f"\n$ {shlex.join(['python', *command[1:]])}", "cyan")
+        say(self.console, f"\n$ {shlex.join(['python', *command[1:]])}", "cyan")
         with Server(command, port=self.options.port or free_port(), log=log, environment=environment) as server:
-            with self.console.status("starting the server") as status:
-
-                def show(seconds: float, line: str) -> None:
-                    status.update(f"[dim]{seconds:3.0f} s  {escape(line[: max(20, self.console.width - 12)])}")
-
-                seconds = server.wait_until_ready(START_LIMIT_SECONDS, show)
-            _say(self.console, f"ready after {seconds:.0f} s")
+            seconds = wait_until_ready(server, START_LIMIT_SECONDS, self.console)
             try:
                 if dcp_size > 1:
                     self.show_stream(server.client, str(model))
@@ -220,7 +204,7 @@ class Demo:
 
     def show_stream(self, client: Client, model: str) -> None:
         """Print one completion while it arrives."""
-        _say(self.console, "one completion, streamed (random weights write random letters):")
+        say(self.console, "one completion, streamed (random weights write random letters):")
         self.console.print(questions.STREAMED_PROMPT, end=" ", style="dim", highlight=False)
         for piece in questions.stream(client, model):
             self.console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
@@ -239,7 +223,7 @@ class Demo:
                 hits = metric_total(client.metrics(), _PREFIX_HITS) - before
         elapsed = time.monotonic() - started
         times = "twice" if again else "once"
-        _say(self.console, f"{len(prompts)} unequal prompts in one batch, {times}: {elapsed:.1f} s")
+        say(self.console, f"{len(prompts)} unequal prompts in one batch, {times}: {elapsed:.1f} s")
         text = log.read_text("utf-8", "replace")
         computed = read_model_shape(model).attention_bytes_per_token(self.options.tp_size, dcp_size)
         return ServerRun(
@@ -264,54 +248,3 @@ def server_arguments(kind: str, dtype: str, dcp_size: int, options: DemoOptions)
         flags += ["--dcp-comm-backend", options.comm_backend] if options.comm_backend != "ag_rs" else []
     caching = "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching"
     return [*flags, caching, "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
-
-
-def server_environment(
-    base: Mapping[str, str], *, is_cpu: bool, tp_size: int, dcp_size: int, num_numa_nodes: int
-) -> dict[str, str]:
-    """The environment of a server; what the user has set stays."""
-    # The model is a local directory: nothing is to be looked up or reported.
-    extra = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if is_cpu:
-        extra |= tiny_models.cpu_environment(tp_size)
-        # With DCP the plugin divides the cores; stock alone stops where there are fewer NUMA nodes than ranks.
-        if dcp_size > 1 or num_numa_nodes >= tp_size:
-            del extra["VLLM_CPU_OMP_THREADS_BIND"]
-    return {**extra, **base}
-
-
-@contextlib.contextmanager
-def _working_directory(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
-        return
-    directory = Path(tempfile.mkdtemp(prefix="vllm-dcp-hybrid-demo-"))
-    try:
-        yield directory
-    except ServerFailed:
-        raise  # whose message names a log in it
-    except BaseException:
-        shutil.rmtree(directory)
-        raise
-    shutil.rmtree(directory)
-
-
-@contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """`kill` and a closed terminal end the demo as Ctrl-C does: through every `finally`."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    # Commands and paths are to be copied: no markup, no colours of numbers, no line breaks within them.
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `demo` asks a server: a batch of unequal prompts with log-probabilities, and one streamed completion."""
+"""What `demo` and `verify` ask a server: batches of unequal prompts with log-probabilities, a streamed completion."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from vllm_dcp_hybrid import tiny_models
 from vllm_dcp_hybrid.cli.client import Client
@@ -26,20 +27,30 @@ def random_prompts(seed: int = 0) -> list[list[int]]:
 
 
 def complete(
-    client: Client, model: str, prompts: Sequence[Sequence[int]], *, has_prompt_logprobs: bool
+    client: Client,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    has_prompt_logprobs: bool,
+    num_generated: int = NUM_GENERATED,
+    cache_salt: str | None = None,
+    timeout: float | None = None,
 ) -> tuple[Generation, ...]:
     """Greedy answers to all prompts, sent as one request, which vLLM computes as one batch.
 
     Args:
         has_prompt_logprobs: also score the prompts; such a request never reads the prefix cache.
+        num_generated: tokens of every answer.
+        cache_salt: requests find only prefixes of their own salt in the cache; None for those without one.
+        timeout: seconds to wait for the answers, the client's own if None.
 
     Raises:
         RequestFailed: the server refused, or did not answer in time.
     """
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "prompt": [list(prompt) for prompt in prompts],
-        "max_tokens": NUM_GENERATED,
+        "max_tokens": num_generated,
         "temperature": 0,
         "ignore_eos": True,
         "logprobs": _NUM_TOP,
@@ -48,7 +59,9 @@ def complete(
     }
     if has_prompt_logprobs:
         body["prompt_logprobs"] = 0
-    choices = sorted(client.post("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    choices = sorted(client.post("/v1/completions", body, timeout)["choices"], key=lambda choice: choice["index"])
     return tuple(parse_choice(choice, prompt) for choice, prompt in zip(choices, prompts, strict=True))
 
 
