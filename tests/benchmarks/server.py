@@ -4,25 +4,33 @@
     PYTHON server.py --plugin PYTHON --stock PYTHON --out results.json
 
 Run by an interpreter with vLLM 0.25.1 and this package (the load is `vllm bench serve`, random dataset); --stock is one
-with 0.26.0. All servers stay up with a KV cache of the same bytes each, and are loaded in turn, round by round, so that
-only one of them works at a time. But for the first, each workload asks for about three times the KV tokens that DCP 1
-has: DCP 1 runs out of them.
+with 0.26.0. All servers stay up with a KV cache of the same bytes each, and are loaded in turn, round by round; those
+whose turn it is not are stopped (SIGSTOP). But for the first, each workload asks for about three times the KV tokens
+that DCP 1 has: DCP 1 runs out of them.
+
+Servers send tokens in clumps (--stream-interval): where the CPU is slow, handling one event per token takes longer than
+the GPUs take for the token, and every server ends up equally fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from models import make_model, num_parameters
-from servers import KINDS, kv_tokens, running
+from servers import KINDS, alone, kv_tokens, running
+
+from vllm_dcp_hybrid.cli.server import Server
 
 KEPT = (
     *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
@@ -57,16 +65,59 @@ def bench(workload: Workload, port: int, model: Path, seed: int) -> dict[str, An
             *("--dataset-name", "random", "--random-input-len", str(workload.context)),
             *("--random-output-len", str(workload.output_len), "--num-prompts", str(workload.num_prompts)),
             *("--ignore-eos", "--temperature", "0", "--seed", str(seed), "--disable-tqdm"),
+            *("--ready-check-timeout-sec", "0"),
         ]
     )
+    kept_requests()
     result = asyncio.run(serve.main_async(arguments))
     return {name: result[name] for name in KEPT}
+
+
+@functools.cache
+def kept_requests() -> None:
+    """Let `vllm bench` draw a seed's requests once: every server gets the same, and drawing takes longer than a run."""
+    from vllm.benchmarks import serve
+
+    draw, drawn = serve.get_samples, {}
+
+    def get_samples(arguments: argparse.Namespace, tokenizer: Any) -> list[Any]:
+        key = (arguments.random_input_len, arguments.random_output_len, arguments.num_prompts, arguments.seed)
+        if key not in drawn:
+            drawn[key] = draw(arguments, tokenizer)
+        return list(drawn[key])
+
+    serve.get_samples = get_samples
+
+
+def cpu_seconds(server: Server) -> dict[str, float]:
+    """CPU time so far of each process of a server, seconds by the process's name and number in the listing."""
+    listing = subprocess.run(
+        ["ps", "-o", "cputimes=,args=", "-g", str(server.process_group)], capture_output=True, text=True, check=True
+    )
+    found: dict[str, float] = {}
+    for line in listing.stdout.splitlines():
+        seconds, name = line.split(maxsplit=1)
+        name = name if name.startswith("VLLM") else "API server" if " serve " in name else "other"
+        found[name] = found.get(name, 0.0) + float(seconds)
+    return found
+
+
+def measure(servers: Mapping[str, Server], name: str, workload: Workload, model: Path, seed: int) -> dict[str, Any]:
+    """One run on one server, with the share of a core that each of its processes took."""
+    server = servers[name]
+    with alone(servers, name):
+        before = cpu_seconds(server)
+        result = bench(workload, int(server.command[-1]), model, seed)
+        after = cpu_seconds(server)
+    busy = {process: round((after[process] - before.get(process, 0.0)) / result["duration"], 2) for process in after}
+    return {**result, "cores_busy": busy}
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of the rounds, and the rounds of the two figures that count."""
     summary = {name: round(statistics.median(run[name] for run in runs), 3) for name in KEPT}
     summary["rounds_output_throughput"] = [round(run["output_throughput"], 2) for run in runs]
+    summary["cores_busy"] = [run["cores_busy"] for run in runs]
     summary["rounds_median_tpot_ms"] = [round(run["median_tpot_ms"], 3) for run in runs]
     return summary
 
@@ -103,7 +154,8 @@ def main() -> None:
     parser.add_argument("--stock", required=True, help="interpreter with vLLM 0.26.0")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--servers", nargs="+", choices=KINDS, default=list(KINDS)[:3])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stream-interval", type=int, default=32, help="tokens per event of a response")
     parser.add_argument("--num-layers", type=int, default=32)
     parser.add_argument("--kv-mib", type=int, default=640, help="KV cache of each rank, MiB")
     parser.add_argument(
@@ -113,6 +165,7 @@ def main() -> None:
         metavar="CONTEXT:PROMPTS:OUTPUT",
         help="default: 32768:4:192, which fits DCP 1, then 4096:120:192, 32768:15:192, 131072:4:192",
     )
+    parser.add_argument("--warm-up", type=parse, default=Workload(1024, 64, 128), metavar="CONTEXT:PROMPTS:OUTPUT")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more arguments of vllm serve")
     arguments = parser.parse_args()
     workloads = arguments.workload or [
@@ -126,23 +179,23 @@ def main() -> None:
         config = json.loads((model / "config.json").read_text())
         flags = [
             *("--max-model-len", "135000", "--kv-cache-memory-bytes", str(arguments.kv_mib << 20)),
-            *("--gpu-memory-utilization", "0.15", *arguments.extra),
+            *("--gpu-memory-utilization", "0.15", "--no-enable-prefix-caching"),
+            *("--stream-interval", str(arguments.stream_interval), *arguments.extra),
         ]
         kinds = {name: KINDS[name] for name in arguments.servers}
         report: dict[str, Any] = {"command": sys.argv, "model": config, "num_parameters": num_parameters(config)}
         pythons = {True: arguments.plugin, False: arguments.stock}
         with running(kinds, pythons, model, flags, logs) as servers:
             kinds = {name: kinds[name] for name in servers}
-            ports = {name: server.command[-1] for name, server in servers.items()}
             report["kv_tokens"] = {name: kv_tokens(logs / f"{name}.log") for name in kinds}
             print("KV tokens", report["kv_tokens"], flush=True)
             for name in kinds:
-                bench(Workload(2048, 8, 32), int(ports[name]), model, seed=99)  # warm-up
+                measure(servers, name, arguments.warm_up, model, seed=99)
             runs: dict[Workload, dict[str, list[dict[str, Any]]]] = {}
             for seed, workload in enumerate(workloads * arguments.rounds):
                 of_workload = runs.setdefault(workload, {name: [] for name in kinds})
                 for name in kinds:
-                    of_workload[name].append(bench(workload, int(ports[name]), model, seed))
+                    of_workload[name].append(measure(servers, name, workload, model, seed))
                     print("RUN", workload.name, name, json.dumps(of_workload[name][-1]), flush=True)
                 report["workloads"] = [describe(each, of_servers) for each, of_servers in runs.items()]
                 arguments.out.write_text(json.dumps(report, indent=1) + "\n")

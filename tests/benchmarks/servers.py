@@ -91,6 +91,19 @@ def running(
         yield {name: server for (name, server), ready in zip(servers.items(), answers, strict=True) if ready}
 
 
+@contextlib.contextmanager
+def alone(servers: Mapping[str, Server], name: str) -> Iterator[None]:
+    """Only this server runs: what others do while idle costs CPU time that it may need."""
+    others = [server for other, server in servers.items() if other != name]
+    for server in others:
+        server.pause()
+    try:
+        yield
+    finally:
+        for server in others:
+            server.resume()
+
+
 def kv_tokens(log: Path) -> int:
     """What the server's log says that its KV cache holds, tokens."""
     found = re.search(r"GPU KV cache size: ([\d,]+) tokens", log.read_text(errors="replace"))

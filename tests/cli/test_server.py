@@ -40,6 +40,24 @@ def test_ready_server_answers_and_is_gone_afterwards(tmp_path: Path) -> None:
     assert not is_running(pid)
 
 
+def test_paused_server_answers_after_it_is_resumed(tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        server.wait_until_ready(30, ignore)
+        server.pause()
+        assert not server.client.is_healthy()
+        server.resume()
+        server.wait_until_ready(30, ignore)
+
+
+def test_paused_server_ends_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_SECONDS_TO_STOP", 60)
+    with start(tmp_path) as server:
+        server.wait_until_ready(30, ignore)
+        server.pause()
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 50
+
+
 def test_progress_shows_the_last_line_of_the_log(tmp_path: Path) -> None:
     seen = []
     with pytest.raises(ServerFailed, match="not ready after"), start(tmp_path, "--never-ready") as server:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.with_name("e2e"))]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.with_name("e2e")), str(HERE.with_name("benchmarks"))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = "needs a CUDA device"
     num_devices = 0 if torch is None else torch.cuda.device_count()
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
+        if HERE not in item.path.parents:
             continue
         if not num_devices:
             item.add_marker(pytest.mark.skip(reason=reason))

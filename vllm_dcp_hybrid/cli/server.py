@@ -111,6 +111,20 @@ class Server:
             on_progress(seconds, last_line(self.log))
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def process_group(self) -> int:
+        """The id that all processes of the server share."""
+        assert self._process is not None, "a server is entered first"
+        return self._process.pid
+
+    def pause(self) -> None:
+        """Take the CPU away from all processes of the server until `resume`."""
+        _signal_group(self.process_group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server go on."""
+        _signal_group(self.process_group, signal.SIGCONT)
+
     def stop(self) -> None:
         """End all processes of the server: asked first, then killed."""
         process, self._process = self._process, None
@@ -118,6 +132,7 @@ class Server:
             return
         self._shared_memory |= _shared_memory_of(process.pid)
         _signal_group(process.pid, signal.SIGTERM)
+        _signal_group(process.pid, signal.SIGCONT)  # a paused process ends when it goes on
         deadline = time.monotonic() + _SECONDS_TO_STOP
         while time.monotonic() < deadline:
             process.poll()  # reaps it, else its group would never be empty
