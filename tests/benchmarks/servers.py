@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_dcp_hybrid.cli.server import Server, ServerFailed, free_port
+from vllm_dcp_hybrid.cli.session import signals_as_interrupts
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -70,7 +71,7 @@ def running(
     """The servers that became ready, all at once, started side by side; what kept others from it is printed."""
     # NVLink multicast stays off: it can disturb other users of a shared host.
     environment = {"NCCL_NVLS_ENABLE": "0", **os.environ}
-    with contextlib.ExitStack() as stack:
+    with signals_as_interrupts(), contextlib.ExitStack() as stack:
         servers = {}
         for name, kind in kinds.items():
             command = command_of(kind, pythons, model, flags)
