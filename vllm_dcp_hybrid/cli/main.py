@@ -204,5 +204,64 @@ def demo(
     raise typer.Exit(run_demo(options, Console()))
 
 
+@app.command(
+    epilog="Exit status: 0 DCP is right here; 1 it is wrong; 2 it could not run, or wrong usage; 3 nothing can be "
+    "said; 130 interrupted."
+)
+def verify(
+    model: Annotated[str, typer.Argument(help="A model's directory, or the name of one that has been downloaded.")],
+    serve_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- OPTIONS]", help="Options of `vllm serve`, given to both engines.", show_default=False
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option("-tp", "--tensor-parallel-size", min=1, help="Ranks of both engines.")] = 2,
+    dcp: Annotated[
+        int, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="Ranks that share out the tokens.")
+    ] = 2,
+    interleave: Annotated[
+        int, typer.Option("--interleave", min=1, help="Consecutive tokens of one rank (--cp-kv-cache-interleave-size).")
+    ] = 1,
+    comm_backend: Annotated[
+        CommBackend, typer.Option("--comm-backend", help="How ranks exchange results (--dcp-comm-backend).")
+    ] = CommBackend.ag_rs,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option("--prefix-caching/--no-prefix-caching", help="Also ask with prompts in the prefix cache."),
+    ] = True,
+    limit: Annotated[
+        float, typer.Option("--limit", min=1, help="Seconds of each engine, from its start to its last answer.")
+    ] = 900.0,
+    at_once: Annotated[
+        bool, typer.Option("--at-once", help="Start both engines together; on GPUs that takes twice TP of them.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write a report to this file.")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep the engines' logs in this directory.")] = None,
+) -> None:
+    """Say whether DCP is right for MODEL on this machine: serve it with DCP and without, and compare the answers.
+
+    The bound is what the engine without DCP differs from itself by. Time: two starts of the model and a few minutes.
+    """
+    from rich.console import Console
+
+    from vllm_dcp_hybrid.cli.verify.command import run_verify
+    from vllm_dcp_hybrid.cli.verify.engine import ServeOptions
+    from vllm_dcp_hybrid.cli.verify.verification import VerifyOptions
+
+    serve = ServeOptions(
+        tp_size=tp,
+        dcp_size=dcp,
+        interleave=interleave,
+        comm_backend=comm_backend.value,
+        prefix_caching=prefix_caching,
+        extra=tuple(serve_options or ()),
+    )
+    options = VerifyOptions(
+        model=model, serve=serve, limit_seconds=limit, at_once=at_once, json_file=json_file, keep=keep
+    )
+    raise typer.Exit(run_verify(options, Console()))
+
+
 if __name__ == "__main__":
     app()
