@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import models
+import recall_models as models
 import task
 import torch
 from batches import SLOT, BatchMaker

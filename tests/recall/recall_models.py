@@ -9,6 +9,7 @@ from typing import Any
 
 import task
 import torch
+from task_files import write_recall_json, write_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -72,8 +73,6 @@ def build(kind: str, seed: int) -> torch.nn.Module:
 
 def save(model: torch.nn.Module, kind: str, path: Path) -> None:
     """Write a bfloat16 checkpoint that stock vLLM loads."""
-    from tokenizer import write_tokenizer
-
     state = {name: tensor.detach().bfloat16() for name, tensor in model.state_dict().items()}
     if kind == "lfm2":
         del state["lm_head.weight"]  # the embedding's
@@ -83,3 +82,4 @@ def save(model: torch.nn.Module, kind: str, path: Path) -> None:
         json.dumps({"eos_token_id": task.END, "pad_token_id": task.PAD}, indent=2) + "\n"
     )
     write_tokenizer(path)
+    write_recall_json(path)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer that writes the recall task down: markers by name, words as w008 ... w255, spaces between."""
+"""Files of a recall model that say its task: a tokenizer, and `recall.json` for `vllm-dcp-hybrid verify`.
+
+The tokenizer writes markers by name and words as w008 ... w255, with spaces between.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,19 @@ def write_tokenizer(path: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def write_recall_json(path: Path) -> None:
+    """Write how the model is asked for a fact: `vllm_dcp_hybrid/cli/verify/recall.py` explains the format."""
+    content = {
+        "format": 1,
+        "task": "key-value recall",
+        "max_length": task.MAX_LENGTH,
+        "words": [task.FIRST_WORD, task.VOCAB_SIZE],
+        "key_length": task.KEY_LENGTH,
+        "value_length": task.VALUE_LENGTH,
+        "fact": [task.KEY, "key", task.VALUE, "value"],
+        "question": [task.QUERY, "key", task.ANSWER],
+        "answer": ["value", task.END],
+    }
+    (path / "recall.json").write_text(json.dumps(content, indent=2) + "\n")
