@@ -7,12 +7,14 @@ Behaviour is chosen by flags that the tests put into the command; all others, vL
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,6 +25,14 @@ parser.add_argument("--fail", help="end at once with this line in the log")
 parser.add_argument("--never-ready", action="store_true")
 parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, as does a child")
 parser.add_argument("--shift", type=float, default=0.0, help="what DCP adds to every log-probability")
+parser.add_argument("--shift-from", type=int, default=0, help="the first position that DCP shifts")
+parser.add_argument("--noise", type=float, default=0.0, help="what decoding adds to every log-probability")
+parser.add_argument("--flat", action="store_true", help="log-probabilities that do not depend on the context")
+parser.add_argument("--nan", choices=("null", "refused"), help="what DCP makes of prompts of 500 tokens and more")
+parser.add_argument("--oracle-nan", action="store_true", help="the same without DCP")
+parser.add_argument("--forgets", action="store_true", help="DCP recalls nothing")
+parser.add_argument("--end-after", type=int, help="requests that DCP answers before the server ends")
+parser.add_argument("--hang-after", type=int, help="requests that DCP answers before it answers no more")
 parser.add_argument("--refuse", action="store_true", help="answer completions with status 500")
 parser.add_argument("--map", help="a file to keep mapped")
 options, _ = parser.parse_known_args()
@@ -39,19 +49,45 @@ if options.map:
     mapping = mmap.mmap(descriptor, 4096)
 print("INFO 11-29 15:18:01 [kv_cache_utils.py:1] GPU KV cache size: 1,234 tokens", flush=True)
 
-SHIFT = options.shift if options.dcp > 1 else 0.0
+IS_DCP = options.dcp > 1
+if IS_DCP:
+    print(
+        "INFO 11-29 15:18:01 [report.py:1] vllm-dcp-hybrid 0.1.0 on vLLM 9.9.9 (1 patch, fingerprint 0), engine "
+        "core: DCP size 2, interleave 1; attention sharded: block 128, effective 256, 2 layers",
+        flush=True,
+    )
 num_requests = 0
+NOT_A_NUMBER = float("nan")
+
+
+def log_probabilities(tokens: list[int], prompt: list[int]) -> list[float]:
+    """Of each token after all before it: any function of these."""
+    context = tokens if options.flat else itertools.accumulate(tokens)
+    values = [-0.5 - total * 37 % 101 / 50 for total in context]
+    if len(prompt) >= 500 and (options.nan if IS_DCP else options.oracle_nan):
+        return [NOT_A_NUMBER] * len(values)
+    shift = options.shift if IS_DCP else 0.0
+    return [value + shift * (place >= options.shift_from) for place, value in enumerate(values)]
 
 
 def choice(index: int, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
-    count = body["max_tokens"]
-    tops = [{f"token_id:{100 + place}": -0.5 + SHIFT, "token_id:7": -2.0} for place in range(count)]
-    scored = [None, *({str(token): {"logprob": -3.0 + SHIFT}} for token in prompt[1:])]
+    generated = [100 + place for place in range(body["max_tokens"])]
+    if prompt[-1] == 5 and not (IS_DCP and options.forgets):  # a recall model's question
+        fact = next(place for place in range(len(prompt)) if prompt[place : place + 3] == [2, *prompt[-3:-1]])
+        generated = [*prompt[fact + 4 : fact + 7], 1]
+    values = log_probabilities([*prompt, *generated], prompt)
+    scored = [None, *({str(prompt[place]): {"logprob": values[place]}} for place in range(1, len(prompt)))]
+    decoded = [value + options.noise for value in values[len(prompt) :]]
     return {
         "index": index,
         "text": "",
-        "token_ids": [100 + place for place in range(count)],
-        "logprobs": {"top_logprobs": tops},
+        "token_ids": generated,
+        "logprobs": {
+            "top_logprobs": [
+                {f"token_id:{token}": value, "token_id:7": value - 1.5}
+                for token, value in zip(generated, decoded, strict=True)
+            ]
+        },
         "prompt_logprobs": scored if "prompt_logprobs" in body else None,
     }
 
@@ -77,6 +113,11 @@ class Handler(BaseHTTPRequestHandler):
         global num_requests
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         num_requests += 1
+        if IS_DCP and options.end_after is not None and num_requests > options.end_after:
+            print("RuntimeError: a rank is gone", flush=True)
+            os._exit(1)
+        if IS_DCP and options.hang_after is not None and num_requests > options.hang_after:
+            time.sleep(600)
         if options.refuse:
             self.answer(500, b"no thank you")
         elif body.get("stream"):
@@ -84,7 +125,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode())
         else:
             choices = [choice(index, prompt, body) for index, prompt in enumerate(body["prompt"])]
-            self.answer(200, json.dumps({"choices": choices}).encode())
+            content = json.dumps({"choices": choices})
+            if "NaN" in content and options.nan == "refused":
+                self.answer(400, b"Out of range float values are not JSON compliant: nan")
+            else:
+                self.answer(200, content.replace("NaN", "null").encode())
 
 
 ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

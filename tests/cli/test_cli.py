@@ -20,14 +20,14 @@ def test_version_is_the_packages(run: Callable) -> None:
     assert (outcome.status, outcome.text) == (0, f"vllm-dcp-hybrid {__version__}")
 
 
-@pytest.mark.parametrize("command", ["doctor", "record", "demo"])
+@pytest.mark.parametrize("command", ["doctor", "record", "demo", "verify"])
 def test_help_documents_the_exit_statuses(run: Callable, command: str) -> None:
     outcome = run(command, "--help")
     assert outcome.status == 0
     assert "Exit status: 0" in outcome.text
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor"], ["record", "--check"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["verify", "--help"], ["doctor"], ["record", "--check"]])
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     script = (
         "import sys\n"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +33,10 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
     Returns:
         The exit status: 0 right, 1 wrong, 2 it could not be run, 3 it could not be told, 130 interrupted.
     """
-    serve = options.serve
+    serve, file = options.serve, options.json_file
+    if file is not None and not file.parent.is_dir():
+        say(console, f"verify: --json {file}: there is no directory {file.parent}.", "red")
+        return COULD_NOT_RUN
     facts: dict[str, Any] = {
         "model": options.model,
         "tp_size": serve.tp_size,
@@ -58,8 +60,8 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
         sentence = "interrupted, and all servers are stopped."
         status, report = INTERRUPTED, failure_document(sentence, INTERRUPTED, facts)
         say(console, f"\nverify: {sentence}", "red")
-    if options.json_file is not None:
-        write_json(report, options.json_file)
+    if file is not None:
+        write_json(report, file)
     return status
 
 
@@ -74,7 +76,6 @@ def prepare(options: VerifyOptions, diagnosis: Diagnosis) -> Setting:
     if vllm is None:
         raise CannotRun(f"no vLLM is installed. {INSTALL_HINT}")
     serve.check()
-    _check_json_file(options.json_file)
     model = read_model(options.model, os.environ)
     if serve.dcp_size < 2:
         raise CannotRun("at DCP 1 there is nothing to verify: give -dcp 2 or more.")
@@ -99,8 +100,3 @@ def prepare(options: VerifyOptions, diagnosis: Diagnosis) -> Setting:
         max_model_len=serve.number_of("--max-model-len", min(model.max_model_len, engine.DEFAULT_MAX_MODEL_LEN)),
         chunk=serve.number_of("--max-num-batched-tokens", engine.DEFAULT_CHUNK),
     )
-
-
-def _check_json_file(file: Path | None) -> None:
-    if file is not None and not file.parent.is_dir():
-        raise CannotRun(f"--json {file}: there is no directory {file.parent}.")

@@ -49,6 +49,7 @@ class Findings:
     Attributes:
         subject: for example "DCP 2 of model X at TP 2".
         whose: whose DCP it was.
+        effective_block: tokens of a sequence under one block id of the attention layers.
         engines: with DCP, then without.
         measured: all rows.
         judgement: the verdict.
@@ -57,6 +58,7 @@ class Findings:
 
     subject: str
     whose: str
+    effective_block: int
     engines: tuple[EngineFacts, EngineFacts]
     measured: Measured
     judgement: Judgement
@@ -108,6 +110,12 @@ def notes(findings: Findings) -> list[str]:
         f"({judgement.bounds.reason}). The oracle against itself: mean {judgement.noise[0]:.5f}, single token "
         f"{judgement.noise[1]:.5f}. One rank's tokens of half a prompt exchanged: mean {judgement.sensitivity:.3f}."
     ]
+    longest = max(row.num_prompt_tokens for row in findings.measured.rows)
+    if longest <= findings.effective_block:
+        found.append(
+            f"No prompt was longer than one block of {findings.effective_block:,} tokens: give a larger "
+            "--max-model-len after --."
+        )
     if findings.prefix_hits is None:
         found.append("Prefix caching was off: answers from the cache were not tested.")
     elif findings.prefix_hits == 0:
@@ -171,6 +179,7 @@ def document(findings: Findings, exit_status: int) -> dict[str, Any]:
         "sentence": verdict_sentence(findings),
         "notes": notes(findings),
         "whose": findings.whose,
+        "effective_block": findings.effective_block,
         "noise": {"mean": _finite(judgement.noise[0]), "largest": _finite(judgement.noise[1])},
         "bounds": {"mean": _finite(judgement.bounds.mean), "largest": _finite(judgement.bounds.maximum)},
         "sensitivity": _finite(judgement.sensitivity),

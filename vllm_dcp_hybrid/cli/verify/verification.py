@@ -127,7 +127,7 @@ class Verification:
         with contextlib.ExitStack() as running:
             early = running.enter_context(self.server(1)) if self.options.at_once else None
             with self.server(dcp_size) as server:
-                work, ours = self.interview(server, dcp_size, self.ask_with_dcp)
+                block, work, ours = self.interview(server, dcp_size, self.ask_with_dcp)
                 log = server.log.read_text("utf-8", "replace")
             oracle_server = early or running.enter_context(self.server(1))
             oracle = self.interview(oracle_server, 1, lambda server, asker: ask_oracle(asker, work, self.recall, ours))
@@ -137,6 +137,7 @@ class Verification:
         return Findings(
             subject=f"DCP {dcp_size} of {self.options.model} at TP {serve.tp_size}",
             whose=engine.whose_dcp(log),
+            effective_block=block,
             engines=(self._engines[dcp_size], self._engines[1]),
             measured=measured,
             judgement=judge(measured.rows, measured.noise, measured.sensitivity, dtype, num_lost),
@@ -198,7 +199,7 @@ class Verification:
         self._engines[dcp_size] = EngineFacts(name, command, seconds_to_start, seconds, kv_tokens)
         return answers
 
-    def ask_with_dcp(self, server: Server, asker: Asker) -> tuple[Work, DCPAnswers]:
+    def ask_with_dcp(self, server: Server, asker: Asker) -> tuple[int, Work, DCPAnswers]:
         """The first interview: its engine says how large the blocks are, of which the prompts' lengths follow."""
         serve = self.options.serve
         log = server.log.read_text("utf-8", "replace")
@@ -211,7 +212,8 @@ class Verification:
         )
         asker.say(f"one block of the attention layers is {edges.effective_block:,} tokens of a sequence")
         work = make_work(self.setting.model.words, edges)
-        return work, ask_dcp(asker, work, self.recall, has_prefix_caching=serve.prefix_caching)
+        answers = ask_dcp(asker, work, self.recall, has_prefix_caching=serve.prefix_caching)
+        return edges.effective_block, work, answers
 
     def _introduce(self) -> None:
         serve, setting = self.options.serve, self.setting

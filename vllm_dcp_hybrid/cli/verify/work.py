@@ -85,8 +85,8 @@ def make_work(words: Sequence[int], edges: Edges, seed: int = 0) -> Work:
     )
     # The third answer crosses an effective block.
     decoded = prompts([1, 3, block - NUM_DECODED // 2, block + half, 2 * block + 1, 3 * block - 7])
-    prefix = _prompt(source, words, min(2 * block + 5, longest - block))
-    tails = [[*prefix, *_prompt(source, words, length)] for length in (1, 7, half + 2)]
+    prefix = _prompt(source, words, max(1, min(2 * block + 5, longest - block)))
+    tails = [[*prefix, *_prompt(source, words, length)] for length in _within([1, 7, half + 2], longest - len(prefix))]
     return Work(scored, decoded, prefix, tails, _probe(source, words, max(scored, key=len), edges))
 
 
