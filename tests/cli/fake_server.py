@@ -21,12 +21,15 @@ from typing import Any
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 parser.add_argument("-dcp", type=int, default=1)
+parser.add_argument("-tp", type=int, default=1)
 parser.add_argument("--fail", help="end at once with this line in the log")
 parser.add_argument("--never-ready", action="store_true")
 parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, as does a child")
 parser.add_argument("--shift", type=float, default=0.0, help="what DCP adds to every log-probability")
 parser.add_argument("--shift-from", type=int, default=0, help="the first position that DCP shifts")
 parser.add_argument("--noise", type=float, default=0.0, help="what decoding adds to every log-probability")
+parser.add_argument("--tp1-shift", type=float, default=0.0, help="what TP 1 adds to every log-probability")
+parser.add_argument("--tp1-fails", action="store_true", help="TP 1 ends at once")
 parser.add_argument("--flat", action="store_true", help="log-probabilities that do not depend on the context")
 parser.add_argument("--nan", choices=("null", "refused"), help="what DCP makes of prompts of 500 tokens and more")
 parser.add_argument("--oracle-nan", action="store_true", help="the same without DCP")
@@ -38,6 +41,8 @@ parser.add_argument("--map", help="a file to keep mapped")
 options, _ = parser.parse_known_args()
 
 print("INFO 11-29 15:18:01 [fake.py:1] starting up", flush=True)
+if options.tp1_fails and options.tp == 1:
+    sys.exit(4)
 if options.fail:
     print(f"(EngineCore pid=1) ERROR 11-29 15:18:01 [core.py:1] {options.fail}", flush=True)
     sys.exit(3)
@@ -66,7 +71,7 @@ def log_probabilities(tokens: list[int], prompt: list[int]) -> list[float]:
     values = [-0.5 - total * 37 % 101 / 50 for total in context]
     if len(prompt) >= 500 and (options.nan if IS_DCP else options.oracle_nan):
         return [NOT_A_NUMBER] * len(values)
-    shift = options.shift if IS_DCP else 0.0
+    shift = options.shift if IS_DCP else options.tp1_shift if options.tp == 1 else 0.0
     return [value + shift * (place >= options.shift_from) for place, value in enumerate(values)]
 
 

@@ -102,7 +102,7 @@ def test_agreement_is_status_0_with_a_table_a_sentence_and_a_report(verify: Call
 
 
 def test_a_planted_difference_is_status_1_and_named(verify: Callable) -> None:
-    outcome = verify(server=("--shift", "0.05"))
+    outcome = verify(server=("--shift", "0.5"))
     assert outcome.status == 1
     assert "WRONG: DCP 2 of" in outcome.text
     assert outcome.report["verdict"] == "wrong"
@@ -119,6 +119,33 @@ def test_a_difference_in_long_prompts_only_is_wrong(verify: Callable) -> None:
 
 def test_differences_within_the_oracles_own_noise_are_right(verify: Callable) -> None:
     assert verify(server=("--shift", "0.015", "--noise", "0.02")).status == 0
+
+
+def test_in_doubt_another_tensor_parallel_size_says_what_rounding_does(verify: Callable) -> None:
+    outcome = verify(server=("--shift", "0.02", "--tp1-shift", "0.02"))
+    assert outcome.status == 0, outcome.raw
+    assert outcome.report["bounds"] == pytest.approx({"mean": 0.04, "largest": 0.06})
+    assert [engine["name"] for engine in outcome.report["engines"]][2:] == ["the engine without DCP at TP 1"]
+    assert " -tp 1 " in outcome.report["engines"][2]["command"]
+
+
+def test_what_another_tensor_parallel_size_does_not_explain_is_wrong(verify: Callable) -> None:
+    outcome = verify(server=("--shift", "0.02"))
+    assert outcome.status == 1
+    assert len(outcome.report["engines"]) == 3
+
+
+def test_gross_differences_and_those_without_a_third_engine_are_wrong_at_once(verify: Callable) -> None:
+    for arguments, shift in (((), "0.5"), (("--noise-tp", "0"), "0.02")):
+        outcome = verify(*arguments, server=("--shift", shift))
+        assert outcome.status == 1
+        assert len(outcome.report["engines"]) == 2
+
+
+def test_a_third_engine_that_cannot_run_is_said_and_changes_nothing(verify: Callable) -> None:
+    outcome = verify(server=("--shift", "0.02", "--tp1-fails"))
+    assert outcome.status == 1
+    assert "TP 1 could not be asked what rounding does: the engine without DCP at TP 1" in outcome.text
 
 
 @pytest.mark.parametrize("how", ["null", "refused"])
@@ -190,7 +217,7 @@ def test_an_engine_that_does_not_start_is_status_2_with_its_cause_and_log(verify
     assert "Cause: vllm_dcp_hybrid.errors.UnplacedSpec: not like this" in outcome.text
     assert outcome.report["verdict"] is None
     assert "not like this" in outcome.report["sentence"]
-    assert len(list(tmp_path.glob("vllm-dcp-hybrid-verify-*/dcp2.log"))) == 1
+    assert len(list(tmp_path.glob("vllm-dcp-hybrid-verify-*/tp2-dcp2.log"))) == 1
 
 
 def test_an_engine_that_dies_is_status_2_with_the_end_of_its_log(verify: Callable) -> None:
@@ -226,6 +253,7 @@ def test_no_vllm_is_status_2(run: Callable, no_vllm: None, model: Path) -> None:
         (["-tp", "2", "-dcp", "1"], "nothing to verify"),
         (["-tp", "4", "-dcp", "3"], "size 3 is not possible"),
         (["-tp", "3", "-dcp", "3"], "does not divide the 8 query heads"),
+        (["--noise-tp", "2"], "is the size of both engines"),
         (["--", "--port", "1"], "verify finds free ones"),
         (["--", "--tensor_parallel_size=4"], "give -tp to verify"),
         (["--", "--max-model-len", "32k"], "write it in digits"),
@@ -325,12 +353,13 @@ def test_dcp_of_a_real_model_is_right(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "vllm_dcp_hybrid.cli.main", "verify", str(model), *SIZES, "--limit", "180"]
     command += ["--json", str(report), "--", "--enforce-eager", "--max-model-len", "2048"]
-    command += ["--max-num-batched-tokens", "512"]
+    command += ["--max-num-batched-tokens", "512", "--dtype", "float32"]
     environment = {**os.environ, **tiny_models.cpu_environment(2)}
     del environment["VLLM_CPU_OMP_THREADS_BIND"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
+    assert found["dtype"] == "float32"
     assert found["whose"] == "this plugin's DCP"
     assert found["effective_block"] == 256
     assert found["prefix_hits"] > 0

@@ -233,6 +233,16 @@ def verify(
     limit: Annotated[
         float, typer.Option("--limit", min=1, help="Seconds of each engine, from its start to its last answer.")
     ] = 900.0,
+    noise_tp: Annotated[
+        int | None,
+        typer.Option(
+            "--noise-tp",
+            min=0,
+            help="Tensor-parallel size of a third engine that is asked in doubt what rounding does; half by default, "
+            "0 for none.",
+            show_default=False,
+        ),
+    ] = None,
     at_once: Annotated[
         bool, typer.Option("--at-once", help="Start both engines together; on GPUs that takes twice TP of them.")
     ] = False,
@@ -241,7 +251,7 @@ def verify(
 ) -> None:
     """Say whether DCP is right for MODEL on this machine: serve it with DCP and without, and compare the answers.
 
-    The bound is what the engine without DCP differs from itself by. Time: two starts of the model and a few minutes.
+    The bound is what engines without DCP differ by. Time: two starts of the model and a few minutes, in doubt three.
     """
     from rich.console import Console
 
@@ -258,7 +268,13 @@ def verify(
         extra=tuple(serve_options or ()),
     )
     options = VerifyOptions(
-        model=model, serve=serve, limit_seconds=limit, at_once=at_once, json_file=json_file, keep=keep
+        model=model,
+        serve=serve,
+        limit_seconds=limit,
+        noise_tp_size=tp // 2 if noise_tp is None else noise_tp,
+        at_once=at_once,
+        json_file=json_file,
+        keep=keep,
     )
     raise typer.Exit(run_verify(options, Console()))
 

@@ -85,6 +85,14 @@ class OracleAnswers:
     recalled: list[tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class OtherAnswers:
+    """What an engine of another tensor-parallel size said without DCP: the first and the fourth of the oracle's."""
+
+    scored: list[Scores]
+    score_of: dict[tuple[int, ...], Scores]
+
+
 class Asker:
     """Sends prompts to one server.
 
@@ -192,6 +200,18 @@ def ask_oracle(asker: Asker, work: Work, recall: Sequence[RecallPrompt], theirs:
         scores[probe.first_scored - 1 :] for scores in asker.score([probe.intact, probe.damaged], "probe")
     )
     return OracleAnswers(scored, alone, decoded, score_of, intact, damaged, _recalled(asker, recall))
+
+
+def ask_other(asker: Asker, work: Work, oracle: OracleAnswers) -> OtherAnswers:
+    """The scores only, of everything that the oracle scored.
+
+    Raises:
+        RequestFailed: the server refused, died, or took too long.
+    """
+    sequences = list(oracle.score_of)
+    asker.say(f"the same {len(work.scored)} prompts and {len(sequences)} answers are scored")
+    scored = asker.score(work.scored, "scored")
+    return OtherAnswers(scored, dict(zip(sequences, asker.score(sequences, "answers"), strict=True)))
 
 
 def _recalled(asker: Asker, recall: Sequence[RecallPrompt]) -> list[tuple[int, ...]]:

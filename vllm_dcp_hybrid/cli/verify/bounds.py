@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart the two engines may be: measured on the engine without DCP, never guessed.
+"""How far apart the two engines may be: measured on engines without DCP, never guessed.
 
 The oracle computes the same log-probabilities in two ways, as a step-by-step decode and as a prefill, and in other
-company in the batch.  Kernels, shapes and orders of summation differ, so what differs between the answers is what
-rounding does to this model on this machine.  DCP may do a little more of it, since it adds partial sums.
+company in the batch.  Where kernels, shapes and orders of summation differ, the answers differ by what rounding does to
+this model on this machine.  DCP may do a little more of it, since it adds partial sums.
+
+On CPUs all of these may be computed alike, to the last bit, and say nothing about rounding.  Another tensor-parallel
+size then does.
 """
 
 from __future__ import annotations
@@ -86,6 +89,12 @@ class Judgement:
     outside: tuple[Row, ...]
     why_unclear: str = ""
 
+    @property
+    def might_be_rounding(self) -> bool:
+        """Whether what is outside is far below what a fault does, so that the noise may have been measured too low."""
+        largest_mean = max((row.mean for row in self.outside), default=math.inf)
+        return self.verdict is Verdict.WRONG and SENSITIVITY_FACTOR * largest_mean <= self.sensitivity
+
 
 def difference_row(
     phase: str,
@@ -116,14 +125,14 @@ def difference_row(
 
 def bounds_for(noise: Sequence[Row], dtype: str) -> tuple[tuple[float, float], Bounds]:
     """((mean, largest) of the noise, the bounds).  Every row has to keep them, so the largest mean of a row counts."""
-    long_rows = [row for row in noise if len(row.differences) >= _FEWEST_FOR_A_MEAN]
-    noise_mean = max((row.mean for row in long_rows), default=0.0)
-    noise_largest = max((row.largest for row in noise), default=0.0)
+    usable = [row for row in noise if row.has_reference and math.isfinite(row.largest)]
+    noise_mean = max((row.mean for row in usable if len(row.differences) >= _FEWEST_FOR_A_MEAN), default=0.0)
+    noise_largest = max((row.largest for row in usable), default=0.0)
     floor_mean, floor_largest = FLOORS.get(dtype, _FLOOR_OF_OTHERS)
     bounds = Bounds(
         max(floor_mean, MEAN_FACTOR * noise_mean),
         max(floor_largest, LARGEST_FACTOR * noise_largest),
-        f"{MEAN_FACTOR:g} and {LARGEST_FACTOR:g} times what the oracle differs from itself by, "
+        f"{MEAN_FACTOR:g} and {LARGEST_FACTOR:g} times what engines without DCP differ by, "
         f"at least {floor_mean:g} and {floor_largest:g} for {dtype}",
     )
     return (noise_mean, noise_largest), bounds
@@ -136,12 +145,12 @@ def judge(
 
     Args:
         rows: DCP against the oracle.
-        noise_rows: the oracle against itself.
+        noise_rows: engines without DCP against each other, or against themselves.
         sensitivity: mean difference that a fault of known size makes.
         dtype: of the weights.
         num_facts_lost: recall prompts that only the oracle answered rightly.
     """
-    noise, bounds = bounds_for([row for row in noise_rows if row.has_reference], dtype)
+    noise, bounds = bounds_for(noise_rows, dtype)
     outside = tuple(row for row in rows if not bounds.hold_for(row.differences))
     is_wrong = bool(outside) or num_facts_lost > 0
     why_unclear = "" if is_wrong else _why_unclear(rows, bounds, sensitivity)

@@ -82,6 +82,8 @@ def prepare(options: VerifyOptions, diagnosis: Diagnosis) -> Setting:
     illegal = model.shape.illegal_because(serve.tp_size, serve.dcp_size)
     if illegal:
         raise CannotRun(illegal)
+    if options.noise_tp_size == serve.tp_size:
+        raise CannotRun(f"--noise-tp {serve.tp_size} is the size of both engines: give another, or 0 for none.")
     is_upstreams = not vllm.is_cpu_build and patching.is_among(vllm.version, _UPSTREAM_RELEASES)
     if diagnosis.reasons and (vllm.is_cpu_build or (model.shape.is_hybrid and not is_upstreams)):
         reasons = " ".join(diagnosis.reasons)

@@ -38,6 +38,7 @@ _OWN_OPTIONS = {
 _SHARDED_GROUP = re.compile(r"attention sharded: block \d+, effective (\d+)")
 _ATTENTION_BLOCK = re.compile(r"Setting attention block size to (\d+) tokens")
 _METRIC_BLOCK = re.compile(r'vllm:cache_config_info{[^}]*\bblock_size="(\d+)"')
+_DTYPE = re.compile(r"\bdtype=torch\.(\w+)")
 _OURS = re.compile(r"vllm-dcp-hybrid \S+ on vLLM \S+ [^\n]*, engine core: DCP size ")
 _UPSTREAMS = re.compile(r"engine core: (upstream's own hybrid DCP of vLLM \S+) is (NOT )?in use[^\n;]*; ([^\n]*)")
 
@@ -47,7 +48,7 @@ class ServeOptions:
     """What both servers have in common, and what only the one with DCP is given.
 
     Attributes:
-        tp_size: of both.
+        tp_size: of both; an engine that measures rounding has another.
         dcp_size, interleave, comm_backend: of the one with DCP.
         prefix_caching: of both.
         extra: more options of `vllm serve`, of both.
@@ -93,9 +94,9 @@ class ServeOptions:
             if remedy:
                 raise CannotRun(f"{text.partition('=')[0]} is not for the options after --: {remedy}.")
 
-    def arguments(self, dcp_size: int, *, max_model_len: int, chunk: int, has_plugin: bool) -> list[str]:
+    def arguments(self, tp_size: int, dcp_size: int, *, max_model_len: int, chunk: int, has_plugin: bool) -> list[str]:
         """The flags that follow the model on a server's command line."""
-        flags = ["-tp", str(self.tp_size)]
+        flags = ["-tp", str(tp_size)]
         if dcp_size > 1:
             flags += ["-dcp", str(dcp_size)]
             flags += ["--enable-plugin", activation.PLUGIN_NAME] if has_plugin else []
@@ -116,6 +117,12 @@ def effective_block_in(log: str, metrics: str, dcp_world_size: int) -> int:
     block = int(match[1]) if match else _DEFAULT_BLOCK
     # The second block of the first rank begins after one block of each rank.
     return placement.global_pos(block, 0, dcp_world_size, block)
+
+
+def dtype_in(log: str, default: str) -> str:
+    """What an engine computes in, as its log says: stock rounds float32 weights to bfloat16 unless told otherwise."""
+    match = _DTYPE.search(log)
+    return match[1] if match else default
 
 
 def whose_dcp(log: str) -> str:

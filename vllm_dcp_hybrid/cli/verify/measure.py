@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_dcp_hybrid.cli.compare import Generation, mean
-from vllm_dcp_hybrid.cli.verify.asking import DCPAnswers, OracleAnswers, Scores
+from vllm_dcp_hybrid.cli.verify.asking import DCPAnswers, OracleAnswers, OtherAnswers, Scores
 from vllm_dcp_hybrid.cli.verify.bounds import Row, difference_row
 from vllm_dcp_hybrid.cli.verify.recall import RecallPrompt, is_recalled
 from vllm_dcp_hybrid.cli.verify.work import Work
 
+OTHER = "answers"
 SCORED, DECODED, REPEATED, TAIL = "scored", "decoded", "decoded, warm", "tail, warm"
 
 
@@ -32,7 +33,7 @@ class Measured:
 
     Attributes:
         rows: DCP against the oracle.
-        noise: the oracle against itself.
+        noise: the oracle against itself, or against an engine without DCP whose tensor-parallel size is another.
         sensitivity: mean difference that the probe's exchanged tokens make.
         recall: None for a model without a recall task.
     """
@@ -71,6 +72,18 @@ def measure(work: Work, ours: DCPAnswers, oracle: OracleAnswers, recall: Sequenc
         if len(prompt) > 1
     ]
     return Measured(rows, noise, _sensitivity(oracle), _recall(recall, ours, oracle))
+
+
+def noise_between_sizes(work: Work, oracle: OracleAnswers, other: OtherAnswers) -> list[Row]:
+    """What the order of summation alone changes: two engines without DCP, of different tensor-parallel sizes."""
+    scored = [
+        difference_row(SCORED, len(prompt), a, b)
+        for prompt, a, b in zip(work.scored, other.scored, oracle.scored, strict=True)
+    ]
+    return scored + [
+        difference_row(OTHER, len(sequence), other.score_of[sequence], reference)
+        for sequence, reference in oracle.score_of.items()
+    ]
 
 
 def _decoded_row(

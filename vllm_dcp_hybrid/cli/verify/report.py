@@ -50,19 +50,23 @@ class Findings:
         subject: for example "DCP 2 of model X at TP 2".
         whose: whose DCP it was.
         effective_block: tokens of a sequence under one block id of the attention layers.
-        engines: with DCP, then without.
+        dtype: that the engines compute in.
+        engines: with DCP, without, and where it was needed another without.
         measured: all rows.
         judgement: the verdict.
         prefix_hits: prompt tokens found in the prefix cache; None where it was off.
+        warnings: what could not be done, one sentence each.
     """
 
     subject: str
     whose: str
     effective_block: int
-    engines: tuple[EngineFacts, EngineFacts]
+    dtype: str
+    engines: tuple[EngineFacts, ...]
     measured: Measured
     judgement: Judgement
     prefix_hits: int | None
+    warnings: tuple[str, ...] = ()
 
 
 def verdict_sentence(findings: Findings) -> str:
@@ -107,9 +111,10 @@ def notes(findings: Findings) -> list[str]:
     judgement, recall = findings.judgement, findings.measured.recall
     found = [
         f"Bounds of each request: mean {judgement.bounds.mean:.5f}, single token {judgement.bounds.maximum:.5f} "
-        f"({judgement.bounds.reason}). The oracle against itself: mean {judgement.noise[0]:.5f}, single token "
+        f"({judgement.bounds.reason}). These differ by: mean {judgement.noise[0]:.5f}, single token "
         f"{judgement.noise[1]:.5f}. One rank's tokens of half a prompt exchanged: mean {judgement.sensitivity:.3f}."
     ]
+    found += findings.warnings
     longest = max(row.num_prompt_tokens for row in findings.measured.rows)
     if longest <= findings.effective_block:
         found.append(
@@ -128,15 +133,18 @@ def notes(findings: Findings) -> list[str]:
 
 
 def rows_table(findings: Findings) -> Table:
-    """One row per request; beside it the oracle against itself, where that was measured."""
+    """One row per request; beside it two computations without DCP, where that was measured."""
+    # Of several measurements the last, which is between engines.
     noise = {(row.phase, row.num_prompt_tokens): row for row in findings.measured.noise}
-    table = Table(title="Log-probabilities, absolute difference", title_justify="left")
+    table = Table(
+        title="Log-probabilities, absolute difference: with DCP and without, and twice without", title_justify="left"
+    )
     table.add_column("request", no_wrap=True)
     table.add_column("prompt\ntokens", justify="right")
     table.add_column("compared\ntokens", justify="right")
-    table.add_column("DCP - oracle\nmean", justify="right")
+    table.add_column("with - without\nmean", justify="right")
     table.add_column("\nmax", justify="right")
-    table.add_column("oracle - itself\nmean", justify="right")
+    table.add_column("both without\nmean", justify="right")
     table.add_column("\nmax", justify="right")
     table.add_column("greedy\nequal", justify="right")
     for row in findings.measured.rows:
@@ -180,6 +188,7 @@ def document(findings: Findings, exit_status: int) -> dict[str, Any]:
         "notes": notes(findings),
         "whose": findings.whose,
         "effective_block": findings.effective_block,
+        "dtype": findings.dtype,
         "noise": {"mean": _finite(judgement.noise[0]), "largest": _finite(judgement.noise[1])},
         "bounds": {"mean": _finite(judgement.bounds.mean), "largest": _finite(judgement.bounds.maximum)},
         "sensitivity": _finite(judgement.sensitivity),

@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,17 +21,24 @@ from vllm_dcp_hybrid.cli.installed import InstalledVLLM
 from vllm_dcp_hybrid.cli.server import Server, ServerFailed, free_port
 from vllm_dcp_hybrid.cli.session import say, server_environment, wait_until_ready
 from vllm_dcp_hybrid.cli.verify import engine
-from vllm_dcp_hybrid.cli.verify.asking import Asker, DCPAnswers, Deadline, ask_dcp, ask_oracle
-from vllm_dcp_hybrid.cli.verify.bounds import judge
+from vllm_dcp_hybrid.cli.verify.asking import (
+    Asker,
+    DCPAnswers,
+    Deadline,
+    OracleAnswers,
+    ask_dcp,
+    ask_oracle,
+    ask_other,
+)
+from vllm_dcp_hybrid.cli.verify.bounds import Judgement, Row, judge
 from vllm_dcp_hybrid.cli.verify.engine import ServeOptions
-from vllm_dcp_hybrid.cli.verify.measure import measure
+from vllm_dcp_hybrid.cli.verify.measure import Measured, measure, noise_between_sizes
 from vllm_dcp_hybrid.cli.verify.model import VerifiedModel
 from vllm_dcp_hybrid.cli.verify.recall import RecallPrompt, RecallTask, recall_prompts
 from vllm_dcp_hybrid.cli.verify.report import EngineFacts, Findings
 from vllm_dcp_hybrid.cli.verify.work import Edges, Work, make_work
 
 _NUM_RECALL_PROMPTS = 48
-_DTYPE_WORDS = {"half": "float16", "float": "float32"}
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 Answers = TypeVar("Answers")
@@ -45,6 +52,7 @@ class VerifyOptions:
         model: a directory or the name of a downloaded model.
         serve: sizes and options of the servers.
         limit_seconds: longest time of one engine, from its start to its last answer.
+        noise_tp_size: tensor-parallel size of the engine that measures rounding where there is a doubt, 0 for none.
         at_once: whether both servers run at the same time.
         json_file: where the report goes, None for nowhere.
         keep: directory for the logs; None for one that is deleted unless a server fails.
@@ -53,6 +61,7 @@ class VerifyOptions:
     model: str
     serve: ServeOptions
     limit_seconds: float = 900.0
+    noise_tp_size: int = 0
     at_once: bool = False
     json_file: Path | None = None
     keep: Path | None = None
@@ -78,11 +87,6 @@ class Setting:
     max_model_len: int
     chunk: int
 
-    def dtype(self, serve: ServeOptions) -> str:
-        """Of the weights as they are served."""
-        asked = serve.value_of("--dtype") or "auto"
-        return self.model.dtype if asked == "auto" else _DTYPE_WORDS.get(asked, asked)
-
 
 class Verification:
     """One run, after all checks.
@@ -99,7 +103,8 @@ class Verification:
         self.recall: list[RecallPrompt] = []
         if setting.recall_task:
             self.recall = recall_prompts(setting.recall_task, _NUM_RECALL_PROMPTS, max_length=setting.max_model_len)
-        self._engines: dict[int, EngineFacts] = {}
+        self._engines: list[EngineFacts] = []
+        self._warnings: list[str] = []
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class Verification:
         return {
             "model_path": str(setting.model.path),
             "architecture": setting.model.shape.architecture,
-            "dtype": setting.dtype(self.options.serve),
+            "weights_dtype": setting.model.dtype,
             "vllm": setting.vllm.version,
             "is_cpu_build": setting.vllm.is_cpu_build,
             "gpus": list(setting.diagnosis.machine.gpus),
@@ -117,7 +122,7 @@ class Verification:
         }
 
     def run(self) -> Findings:
-        """Ask both engines and judge.
+        """Ask both engines and judge; where that leaves a doubt, ask a third.
 
         Raises:
             ServerFailed: an engine did not start, died, or took too long.
@@ -125,29 +130,63 @@ class Verification:
         serve, dcp_size = self.options.serve, self.options.serve.dcp_size
         self._introduce()
         with contextlib.ExitStack() as running:
-            early = running.enter_context(self.server(1)) if self.options.at_once else None
-            with self.server(dcp_size) as server:
-                block, work, ours = self.interview(server, dcp_size, self.ask_with_dcp)
+            early = running.enter_context(self.server(serve.tp_size, 1)) if self.options.at_once else None
+            with self.server(serve.tp_size, dcp_size) as server:
+                block, work, ours = self.interview(server, f"the engine with DCP {dcp_size}", self.ask_with_dcp)
                 log = server.log.read_text("utf-8", "replace")
-            oracle_server = early or running.enter_context(self.server(1))
-            oracle = self.interview(oracle_server, 1, lambda server, asker: ask_oracle(asker, work, self.recall, ours))
+            oracle_server = early or running.enter_context(self.server(serve.tp_size, 1))
+            oracle = self.interview(
+                oracle_server, "the engine without DCP", lambda _, asker: ask_oracle(asker, work, self.recall, ours)
+            )
+        dtype = engine.dtype_in(log, self.setting.model.dtype)
         measured = measure(work, ours, oracle, self.recall)
-        num_lost = measured.recall.num_lost if measured.recall else 0
-        dtype = self.setting.dtype(serve)
+        judgement = self._judge(measured, dtype)
+        if judgement.might_be_rounding and self.options.noise_tp_size:
+            more_noise = self.noise_of_rounding(self.options.noise_tp_size, work, oracle)
+            measured = replace(measured, noise=[*measured.noise, *more_noise])
+            judgement = self._judge(measured, dtype)
         return Findings(
             subject=f"DCP {dcp_size} of {self.options.model} at TP {serve.tp_size}",
             whose=engine.whose_dcp(log),
             effective_block=block,
-            engines=(self._engines[dcp_size], self._engines[1]),
+            dtype=dtype,
+            engines=tuple(self._engines),
             measured=measured,
-            judgement=judge(measured.rows, measured.noise, measured.sensitivity, dtype, num_lost),
+            judgement=judgement,
             prefix_hits=ours.prefix_hits if serve.prefix_caching else None,
+            warnings=tuple(self._warnings),
         )
 
-    def server(self, dcp_size: int) -> Server:
+    def noise_of_rounding(self, tp_size: int, work: Work, oracle: OracleAnswers) -> list[Row]:
+        """Ask an engine without DCP of another tensor-parallel size; nothing where it cannot run here."""
+        say(
+            self.console,
+            "\nThe answers differ by more than those of the engine without DCP among themselves, and by less than a "
+            f"fault would make them. What rounding does is measured with TP {tp_size}.",
+        )
+        try:
+            with self.server(tp_size, 1) as server:
+                other = self.interview(
+                    server,
+                    f"the engine without DCP at TP {tp_size}",
+                    lambda _, asker: ask_other(asker, work, oracle),
+                )
+        except ServerFailed as error:
+            first_line = str(error).splitlines()[0]
+            say(self.console, str(error), "yellow")
+            self._warnings.append(f"TP {tp_size} could not be asked what rounding does: {first_line}")
+            return []
+        return noise_between_sizes(work, oracle, other)
+
+    def _judge(self, measured: Measured, dtype: str) -> Judgement:
+        num_lost = measured.recall.num_lost if measured.recall else 0
+        return judge(measured.rows, measured.noise, measured.sensitivity, dtype, num_lost)
+
+    def server(self, tp_size: int, dcp_size: int) -> Server:
         """A server that is not started yet."""
         options, setting = self.options, self.setting
         arguments = options.serve.arguments(
+            tp_size,
             dcp_size,
             max_model_len=setting.max_model_len,
             chunk=setting.chunk,
@@ -158,23 +197,22 @@ class Verification:
         environment = server_environment(
             os.environ,
             is_cpu=setting.vllm.is_cpu_build,
-            tp_size=options.serve.tp_size,
+            tp_size=tp_size,
             dcp_size=dcp_size,
             num_numa_nodes=setting.diagnosis.machine.num_numa_nodes,
             is_tiny_model=False,
         )
         if options.at_once and dcp_size == 1 and not setting.vllm.is_cpu_build:
             environment[_VISIBLE_GPUS] = _second_share(environment.get(_VISIBLE_GPUS), options.serve.tp_size)
-        log = self.directory / f"dcp{dcp_size}.log"
-        return Server(command, port=free_port(), log=log, environment=environment)
+        name = f"tp{tp_size}-dcp{dcp_size}.log"
+        return Server(command, port=free_port(), log=self.directory / name, environment=environment)
 
-    def interview(self, server: Server, dcp_size: int, ask: Callable[[Server, Asker], Answers]) -> Answers:
+    def interview(self, server: Server, name: str, ask: Callable[[Server, Asker], Answers]) -> Answers:
         """Wait for a server that has been started, and ask it everything.
 
         Raises:
             ServerFailed: it did not start, died, or took too long; the message holds the end of its log.
         """
-        name = f"the engine with DCP {dcp_size}" if dcp_size > 1 else "the engine without DCP"
         say(self.console, f"{name}:", "bold")
         deadline = Deadline(self.options.limit_seconds)
         try:
@@ -196,7 +234,7 @@ class Verification:
         say(self.console, f"all answers after {seconds:.0f} s")
         kv_tokens = kv_tokens_in(server.log.read_text("utf-8", "replace"))
         command = shlex.join(engine.shown(server.command))
-        self._engines[dcp_size] = EngineFacts(name, command, seconds_to_start, seconds, kv_tokens)
+        self._engines.append(EngineFacts(name, command, seconds_to_start, seconds, kv_tokens))
         return answers
 
     def ask_with_dcp(self, server: Server, asker: Asker) -> tuple[int, Work, DCPAnswers]:
@@ -218,7 +256,7 @@ class Verification:
     def _introduce(self) -> None:
         serve, setting = self.options.serve, self.setting
         build = "CPU" if setting.vllm.is_cpu_build else "GPU"
-        say(self.console, f"{self.options.model}: {setting.model.shape.architecture}, {setting.dtype(serve)}")
+        say(self.console, f"{self.options.model}: {setting.model.shape.architecture}, weights {setting.model.dtype}")
         say(
             self.console,
             f"vLLM {setting.vllm.version} ({build}), TP {serve.tp_size}, DCP {serve.dcp_size} against DCP 1, at most "
