@@ -27,7 +27,9 @@ def test_help_documents_the_exit_statuses(run: Callable, command: str) -> None:
     assert "Exit status: 0" in outcome.text
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["verify", "--help"], ["doctor"], ["record", "--check"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["verify", "--help"], ["doctor"], ["record", "--check"]]
+)
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     script = (
         "import sys\n"
