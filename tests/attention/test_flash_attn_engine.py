@@ -111,6 +111,9 @@ def varlen_stand_in(
             keys, values = (paged(cache, block_table, row, int(seqused_k[row])) for cache in (k, v))
         assert len(keys) <= max_seqlen_k
         row_out, row_lse = attention_of_row(q[begin:end], keys, values, softmax_scale, softcap, causal)
+        if fa_version == 2 and max_seqlen_q > 1 and not len(keys):
+            # Left unwritten, as seen on an H200.
+            row_out, row_lse = torch.full_like(row_out, 7.0), torch.ones_like(row_lse)
         out[begin:end], lse[:, begin:end] = row_out.to(out.dtype), row_lse
     return out, lse
 

@@ -21,6 +21,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             ``prompts`` (lists of token ids), ``max_tokens``, ``score_prompt`` and ``reset_cache``.
     """
     os.environ.update(spec["environment"])
+    # Worker classes of the tests, for processes that are forked from this one.
+    sys.path.extend(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     from vllm import LLM, SamplingParams
 
     llm = LLM(spec["model"], **spec["engine"])

@@ -69,6 +69,8 @@ def engine_config(case: Case, model: str) -> Any:
         cp_kv_cache_interleave_size=case.interleave,
         kv_cache_dtype="fp8" if case.kv_scales else "auto",
         attention_config={"flash_attn_version": case.flash_attention},
+        # vLLM's own choice of executor asks for a device per rank.
+        distributed_executor_backend="mp",
         disable_custom_all_reduce=torch.cuda.device_count() < DCP,
         max_model_len=MAX_LEN + 64,
         max_num_seqs=16,

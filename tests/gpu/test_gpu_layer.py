@@ -45,7 +45,13 @@ LAYERS = {
         "kv_scales": (1.9, 0.37),
     },
 }
-CASES = {(layer, step): {**LAYERS[layer], **STEPS[step]} for layer in LAYERS for step in STEPS}
+CASES = {
+    (layer, step): {**LAYERS[layer], **STEPS[step]}
+    for layer in LAYERS
+    for step in STEPS
+    # FlashAttention 2 takes no row without a token; a graph's padded rows have one each.
+    if LAYERS[layer]["flash_attention"] == 3 or "num_padded" not in STEPS[step]
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +81,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
         for rank in ranks:
             rank.wait(LIMIT_S)
     finally:
-        for rank in ranks:
+        for rank, log in zip(ranks, logs, strict=True):
             rank.kill()
+            rank.wait()
+            log.close()
     ends = [Path(log.name).read_text(errors="replace")[-3000:] for log in logs]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(ends)
     found = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -9,6 +9,7 @@ Mixed steps run outside of graphs, row kinds apart.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -338,6 +339,10 @@ class DCPFlashAttentionImpl(FlashAttentionImpl):
             fa_version=self.vllm_flash_attn_version,
             **{name: scale.expand(last - first, self.num_kv_heads) for name, scale in descales.items()},
         )
+        if self.vllm_flash_attn_version == 2 and not is_decode_only:
+            # Rows of several tokens without keys: it leaves their LSE unwritten.
+            is_empty = attn_metadata.seq_lens[first:last] == 0
+            lse.masked_fill_(torch.repeat_interleave(is_empty, starts.diff(), output_size=end - begin), -math.inf)
         return lse
 
     def _attend_new_tokens(
