@@ -26,7 +26,7 @@ LARGEST_FACTOR = 3.0
 # A fault must move the mean by this many times its bound, or a right answer would prove nothing.
 SENSITIVITY_FACTOR = 3.0
 # Never less than this: an oracle that computes everything in one order has no noise of its own.
-FLOORS = {"float32": (0.001, 0.01), "float16": (0.005, 0.05)}
+FLOORS = {"float32": (0.0005, 0.005), "float16": (0.005, 0.05)}
 _FLOOR_OF_OTHERS = (0.02, 0.2)
 
 
@@ -132,8 +132,8 @@ def bounds_for(noise: Sequence[Row], dtype: str) -> tuple[tuple[float, float], B
     bounds = Bounds(
         max(floor_mean, MEAN_FACTOR * noise_mean),
         max(floor_largest, LARGEST_FACTOR * noise_largest),
-        f"{MEAN_FACTOR:g} and {LARGEST_FACTOR:g} times what engines without DCP differ by, "
-        f"at least {floor_mean:g} and {floor_largest:g} for {dtype}",
+        f"{MEAN_FACTOR:g} and {LARGEST_FACTOR:g} times what computations without DCP differ by, at least "
+        f"{floor_mean:g} and {floor_largest:g} in {dtype}",
     )
     return (noise_mean, noise_largest), bounds
 

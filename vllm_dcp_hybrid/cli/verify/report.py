@@ -20,6 +20,7 @@ from vllm_dcp_hybrid.cli.verify.bounds import Judgement, Row, Verdict
 from vllm_dcp_hybrid.cli.verify.measure import Measured
 
 FORMAT = 1
+_SMALL = 0.0005
 _STYLES = {Verdict.RIGHT: "bold green", Verdict.WRONG: "bold red", Verdict.UNCLEAR: "bold yellow"}
 
 
@@ -80,7 +81,7 @@ def verdict_sentence(findings: Findings) -> str:
     if judgement.verdict is Verdict.RIGHT:
         return (
             f"RIGHT: {subject} answers as the same engine without DCP: {len(everything):,} log-probabilities differ by "
-            f"{mean(everything):.5f} in the mean and {largest(everything):.5f} at most, within rounding."
+            f"{shown(mean(everything))} in the mean and {shown(largest(everything))} at most, within rounding."
         )
     if not judgement.outside:
         assert recall is not None
@@ -89,7 +90,7 @@ def verdict_sentence(findings: Findings) -> str:
     numbers = (
         "are not numbers"
         if math.isinf(worst.largest)
-        else f"differ by {worst.mean:.5f} in the mean and {worst.largest:.5f} at most"
+        else f"differ by {shown(worst.mean)} in the mean and {shown(worst.largest)} at most"
     )
     return (
         f"WRONG: {subject} answers {len(judgement.outside)} of {len(rows)} requests otherwise than the same engine "
@@ -110,9 +111,10 @@ def notes(findings: Findings) -> list[str]:
     """What the verdict rests on, one sentence each."""
     judgement, recall = findings.judgement, findings.measured.recall
     found = [
-        f"Bounds of each request: mean {judgement.bounds.mean:.5f}, single token {judgement.bounds.maximum:.5f} "
-        f"({judgement.bounds.reason}). These differ by: mean {judgement.noise[0]:.5f}, single token "
-        f"{judgement.noise[1]:.5f}. One rank's tokens of half a prompt exchanged: mean {judgement.sensitivity:.3f}."
+        f"Bounds of each request: mean {shown(judgement.bounds.mean)}, single token {shown(judgement.bounds.maximum)}: "
+        f"{judgement.bounds.reason}. Without DCP: mean {shown(judgement.noise[0])}, single token "
+        f"{shown(judgement.noise[1])}. For scale, one rank's tokens of half a prompt exchanged: mean "
+        f"{judgement.sensitivity:.2f}."
     ]
     found += findings.warnings
     longest = max(row.num_prompt_tokens for row in findings.measured.rows)
@@ -236,7 +238,12 @@ def _numbers(row: Row) -> tuple[str, str]:
         return "", ""
     if math.isinf(row.largest):
         return "NaN", "NaN"
-    return f"{row.mean:.5f}", f"{row.largest:.5f}"
+    return shown(row.mean), shown(row.largest)
+
+
+def shown(value: float) -> str:
+    """A difference in at most seven characters."""
+    return f"{value:.1e}" if 0 < value < _SMALL else f"{value:.4f}"
 
 
 def _finite(value: float) -> float | None:
