@@ -24,7 +24,7 @@ from vllm.v1.core import kv_cache_coordinator, kv_cache_utils, single_type_kv_ca
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_dcp_hybrid import plugin
@@ -34,6 +34,7 @@ from vllm_dcp_hybrid.tiny_models import engine_arguments, make_tiny_model
 __all__ = [
     "KVCacheManager",
     "PretendedWorker",
+    "RequestStatus",
     "adapter",
     "kv_cache_coordinator",
     "kv_cache_utils",
@@ -241,11 +242,14 @@ class PretendedWorker:
             group, content = self.memory[source]
             self.memory[target] = (group, dict(content))
         prefixes = {name: _prefix_ids(tokens_of(name), end) for name, (_, end) in chunks.items()}
+        # As a layer does: states are read before any is written, keys and values are written before any is read.
         for name, (start, _) in chunks.items():
             self._check_rows(name)
-            self._read(name, start, prefixes[name])
+            self._read_states(name, start, prefixes[name])
         for name, (start, end) in chunks.items():
             self._write(name, start, end, prefixes[name])
+        for name, (start, _) in chunks.items():
+            self._read_positions(name, start, prefixes[name])
 
     def _check_rows(self, name: str) -> None:
         for number, (row, group) in enumerate(zip(self.rows[name], self.geometry.groups, strict=True)):
@@ -253,15 +257,18 @@ class PretendedWorker:
             width = group.table_width(self.max_len)
             assert len(row) <= width, f"{name}: {len(row)} blocks in a row of {width} of group {number}"
 
-    def _read(self, name: str, start: int, prefix: list[int]) -> None:
+    def _read_states(self, name: str, start: int, prefix: list[int]) -> None:
+        for number, (row, group) in enumerate(zip(self.rows[name], self.geometry.groups, strict=True)):
+            if group.is_recurrent and start:
+                column = self._state_column(name, start, group)
+                assert self._content(number, row[column]).get(0) == prefix[start], (
+                    f"{name}: the state in column {column} of group {number} is not that of {start} tokens"
+                )
+                self.num_reads_checked += 1
+
+    def _read_positions(self, name: str, start: int, prefix: list[int]) -> None:
         for number, (row, group) in enumerate(zip(self.rows[name], self.geometry.groups, strict=True)):
             if group.is_recurrent:
-                if start:
-                    column = self._state_column(name, start, group)
-                    assert self._content(number, row[column]).get(0) == prefix[start], (
-                        f"{name}: the state in column {column} of group {number} is not that of {start} tokens"
-                    )
-                    self.num_reads_checked += 1
                 continue
             size = group.effective_block_size
             for column in range(-(-start // size)):
