@@ -11,40 +11,40 @@ SLOT = 8
 
 
 class BatchMaker:
-    """Makes batches from one seeded stream.
+    """Makes batches from one seeded stream."""
 
-    Args:
-        has_registers: whether half of the items are reads and writes of registers.
-    """
-
-    def __init__(self, device: str, seed: int, *, has_registers: bool) -> None:
+    def __init__(self, device: str, seed: int) -> None:
         self.device = device
-        self.has_registers = has_registers
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
-    def make(self, batch_size: int, length: int, num_facts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(
+        self, batch_size: int, length: int, num_facts: int, num_register_items: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences, and which of their tokens are answers.
 
-        Facts and questions lie in slots at random places; every question comes after its fact.
+        Facts, questions and register items lie in slots at random places; every question comes after its fact.
+
+        Args:
+            num_register_items: writes and reads of registers.
 
         Returns:
             tokens [batch_size, length] int64, is_answer [batch_size, length] bool.
         """
-        num_writes = 2 * num_facts if self.has_registers else 0
-        num_slots = 2 * num_facts + num_writes
+        num_slots = 2 * num_facts + num_register_items
         num_fillers = length - SLOT * num_slots
         if num_fillers < 0:
-            raise ValueError(f"{num_facts} facts do not fit into {length} tokens")
+            raise ValueError(f"{num_slots} items do not fit into {length} tokens")
         tokens = self.integers(task.FIRST_WORD, task.VOCAB_SIZE, batch_size, length)
         slots = self.integers(task.FIRST_WORD, task.VOCAB_SIZE, batch_size, num_slots, SLOT)
         is_answer = torch.zeros(batch_size, num_slots, SLOT, dtype=torch.bool, device=self.device)
 
         order = torch.rand(batch_size, num_slots, generator=self.generator, device=self.device).argsort(dim=1)
-        self._write_facts(slots, is_answer, order[:, : 2 * num_facts])
-        if num_writes:
+        if num_facts:
+            self._write_facts(slots, is_answer, order[:, : 2 * num_facts])
+        if num_register_items:
             self._write_registers(slots, is_answer, order[:, 2 * num_facts :].sort(dim=1).values)
 
         starts = self.integers(0, num_fillers + 1, batch_size, num_slots).sort(dim=1).values

@@ -15,8 +15,14 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from vllm_dcp_hybrid.tiny_models.architectures import TinyModel
 
-qwen3_next.torch_chunk_gated_delta_rule = torch.autocast("cuda", enabled=False)(qwen3_next.torch_chunk_gated_delta_rule)
-"""Recurrent states are float32, as they are in vLLM here."""
+chunk_gated_delta_rule = qwen3_next.torch_chunk_gated_delta_rule
+
+
+def chunk_gated_delta_rule_in_float32(query: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Transformers' rule with float32 products, and longer chunks where they save many small steps of its loop."""
+    with torch.autocast("cuda", enabled=False):
+        return chunk_gated_delta_rule(query, *args, chunk_size=64 if query.shape[1] <= 512 else 128, **options)
+
 
 KINDS = ("lfm2", "qwen3-next")
 HIDDEN_SIZE = 128
@@ -59,6 +65,7 @@ def build(kind: str, seed: int) -> torch.nn.Module:
     """A fresh model in float32."""
     content = {name: value for name, value in config(kind).items() if name not in ("dtype", "architectures")}
     of_kind = {"lfm2": Lfm2Config, "qwen3-next": Qwen3NextConfig}[kind]
+    qwen3_next.torch_chunk_gated_delta_rule = chunk_gated_delta_rule_in_float32
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         of_kind(**content, initializer_range=INITIAL_STD, use_cache=False),

@@ -25,7 +25,7 @@ from batches import SLOT, BatchMaker
 from torch.nn.functional import cross_entropy
 
 STAGES = (32, 64, 128, 256, 512, 1024, 2048, task.MAX_LENGTH)
-PROMOTION = 0.97
+PROMOTION = 0.95
 WARMUP_STEPS = 100
 DECAY_FROM = 0.5
 """Share of the time after which the learning rate falls, linearly."""
@@ -59,7 +59,7 @@ class Trainer:
             fused=self.device.startswith("cuda"),
         )
         self.has_registers = options.kind != "lfm2"
-        self.batches = BatchMaker(self.device, options.seed + 1, has_registers=self.has_registers)
+        self.batches = BatchMaker(self.device, options.seed + 1)
         self.choices = torch.Generator().manual_seed(options.seed + 2)
         self.progress = Progress()
         self.loss = torch.zeros((), device=self.device)
@@ -77,11 +77,12 @@ class Trainer:
         if stage and self.choose(0, 4) == 0:
             stage = self.choose(0, stage)
         length = STAGES[stage]
-        items = 4 if self.has_registers else 2
-        most = max(1, length // (SLOT * items) * 3 // 4)
-        num_facts = max(1, most >> self.choose(0, 4))
+        num_items = max(2, length * 3 // 4 // SLOT >> self.choose(0, 4))
+        # Facts only, facts only, both, registers only.
+        mixture = self.choose(0, 4) if self.has_registers else 0
+        num_facts = (num_items // 2, num_items // 2, num_items // 4, 0)[mixture]
         batch_size = max(1, min(512, self.options.tokens_per_step // length))
-        return self.batches.make(batch_size, length, num_facts)
+        return self.batches.make(batch_size, length, num_facts, num_items - 2 * num_facts if mixture > 1 else 0)
 
     def answers(self, tokens: torch.Tensor, is_answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [num_answers, vocabulary] float32 and the right tokens [num_answers]."""
@@ -116,10 +117,11 @@ class Trainer:
                 progress.accuracy = 0.8
 
     @torch.no_grad()
-    def evaluate(self, length: int) -> dict[str, float]:
+    def evaluate(self, length: int, *, is_about_registers: bool = False) -> dict[str, float]:
         """Share of right answer tokens, and margins of the right ones over the next best, on the same data always."""
-        batches = BatchMaker(self.device, 12345, has_registers=self.has_registers)
-        tokens, is_answer = batches.make(max(2, self.options.eval_tokens // length), length, max(1, length // 64))
+        batch_size, num_facts = max(2, self.options.eval_tokens // length), max(1, length // 64)
+        items = (0, 2 * num_facts) if is_about_registers else (num_facts, 0)
+        tokens, is_answer = BatchMaker(self.device, 12345).make(batch_size, length, *items)
         self.model.eval()
         logits, right = self.answers(tokens, is_answer)
         self.model.train()
@@ -128,6 +130,7 @@ class Trainer:
         margins = own - other
         return {
             "length": length,
+            "is_about_registers": is_about_registers,
             "recall": float((margins > 0).float().mean()),
             "margin_1pc": float(margins.quantile(0.01)),
             "margin_min": float(margins.min()),
@@ -138,8 +141,13 @@ class Trainer:
         progress = self.progress
         lengths = sorted({*self.options.eval_lengths, STAGES[progress.stage]})
         figures = [self.evaluate(length) for length in lengths if length <= self.options.max_length]
+        if self.has_registers:
+            figures.append(self.evaluate(self.options.max_length, is_about_registers=True))
         score = sum(figure["recall"] + 0.001 * max(0.0, figure["margin_1pc"]) for figure in figures)
-        text = "  ".join(f"{f['length']}: {f['recall']:.4f} ({f['margin_1pc']:+.1f})" for f in figures)
+        text = "  ".join(
+            f"{'reg. ' * f['is_about_registers']}{f['length']}: {f['recall']:.4f} ({f['margin_1pc']:+.1f})"
+            for f in figures
+        )
         print(
             f"{progress.elapsed_s:6.0f} s  step {progress.step:5d}  length {STAGES[progress.stage]:4d}  "
             f"loss {float(self.loss):.4f}  recall (margin 1 %): {text}",
