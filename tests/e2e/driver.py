@@ -18,7 +18,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         spec: ``model`` (directory), ``environment``, ``engine`` (arguments of LLM), ``phases``: each a dict with
-            ``prompts`` (lists of token ids), ``max_tokens``, ``score_prompt`` and ``reset_cache``.
+            ``prompts`` (lists of token ids), ``max_tokens``, ``score_prompt``, ``has_margins`` and ``reset_cache``.
     """
     os.environ.update(spec["environment"])
     # Worker classes of the tests, for processes that are forked from this one.
@@ -34,7 +34,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             temperature=0,
             max_tokens=phase["max_tokens"],
             ignore_eos=True,
-            logprobs=1,
+            logprobs=2 if phase.get("has_margins") else 1,
             prompt_logprobs=0 if phase.get("score_prompt") else None,
         )
         prompts = [{"prompt_token_ids": tokens} for tokens in phase["prompts"]]
@@ -56,8 +56,15 @@ def describe(output: Any) -> dict[str, Any]:
         "logprobs": [
             entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ],
+        "margins": [margin(entry) for entry in completion.logprobs if len(entry) > 1],
         "num_cached_tokens": output.num_cached_tokens,
     }
+
+
+def margin(entry: Any) -> float:
+    """How much more probable the best token is than the second, nats."""
+    best, second, *_ = sorted((candidate.logprob for candidate in entry.values()), reverse=True)
+    return best - second
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ convolutions and recurrent states carry to the attention layers.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 MARKERS = ("<pad>", "END", "KEY", "VALUE", "QUERY", "ANSWER", "SET", "GET")
@@ -51,32 +50,29 @@ def distinct_keys(source: random.Random, count: int) -> list[tuple[int, ...]]:
     return list(keys)
 
 
-def make_prompt(source: random.Random, length: int, num_facts: int, *, stem: Sequence[int] = ()) -> Prompt:
-    """A prompt of ``length`` tokens that ends in a question about one of its facts.
-
-    Args:
-        stem: words that the prompt begins with, as prompts do that share a prefix.
-    """
+def make_document(source: random.Random, length: int, num_facts: int, num_questions: int) -> list[Prompt]:
+    """Prompts of ``length`` tokens with the same text, each with a question about another of its facts."""
     question_length = 1 + KEY_LENGTH + 1
-    num_fillers = length - len(stem) - question_length - num_facts * FACT_LENGTH
+    num_fillers = length - question_length - num_facts * FACT_LENGTH
     if num_fillers < 0:
         raise ValueError(f"{num_facts} facts and a question do not fit into {length} tokens")
     keys = distinct_keys(source, num_facts)
     values = [words(source, VALUE_LENGTH) for _ in keys]
     gaps = sorted(source.randint(0, num_fillers) for _ in keys)
-    asked = source.randrange(num_facts)
 
-    tokens = list(stem)
-    fact_at, num_written = 0, 0
-    for number, (key, value, gap) in enumerate(zip(keys, values, gaps, strict=True)):
-        tokens += words(source, gap - num_written)
+    text: list[int] = []
+    places = []
+    num_written = 0
+    for key, value, gap in zip(keys, values, gaps, strict=True):
+        text += words(source, gap - num_written)
         num_written = gap
-        if number == asked:
-            fact_at = len(tokens)
-        tokens += [KEY, *key, VALUE, *value]
-    tokens += words(source, num_fillers - num_written)
-    tokens += [QUERY, *keys[asked], ANSWER]
-    return Prompt(tokens, [*values[asked], END], distance=length - fact_at)
+        places.append(len(text))
+        text += [KEY, *key, VALUE, *value]
+    text += words(source, num_fillers - num_written)
+    return [
+        Prompt([*text, QUERY, *keys[asked], ANSWER], [*values[asked], END], distance=length - places[asked])
+        for asked in source.sample(range(num_facts), min(num_questions, num_facts))
+    ]
 
 
 def make_register_prompt(source: random.Random, length: int, num_writes: int) -> Prompt:
@@ -101,17 +97,25 @@ def make_register_prompt(source: random.Random, length: int, num_writes: int) ->
     return Prompt(tokens, [value, END], distance=length - written_at)
 
 
-def make_prompts(count: int, *, seed: int, min_length: int = 64, max_length: int = MAX_LENGTH - 16) -> list[Prompt]:
-    """Prompts of lengths spread evenly on a logarithmic scale, in random order, with 1 to 32 facts each."""
-    source = random.Random(seed)
+def spread_lengths(source: random.Random, count: int, min_length: int, max_length: int) -> list[int]:
+    """Lengths spread evenly on a logarithmic scale, in random order."""
     ratio = max_length / min_length
     lengths = [round(min_length * ratio ** (number / max(1, count - 1))) for number in range(count)]
     source.shuffle(lengths)
-    prompts = []
-    for length in lengths:
+    return lengths
+
+
+def make_prompts(
+    count: int, *, seed: int, min_length: int = 64, max_length: int = MAX_LENGTH - 16, num_questions: int = 1
+) -> list[Prompt]:
+    """Prompts about texts of 1 to 32 facts, up to ``num_questions`` for each text, one after the other."""
+    source = random.Random(seed)
+    prompts: list[Prompt] = []
+    for length in spread_lengths(source, -(-count // num_questions), min_length, max_length):
         most = min(32, (length - 8) // (2 * FACT_LENGTH))
-        prompts.append(make_prompt(source, length, source.randint(1, most)))
-    return prompts
+        num_facts = source.randint(min(num_questions, most), most)
+        prompts += make_document(source, length, num_facts, num_questions)
+    return prompts[:count]
 
 
 def make_register_prompts(
@@ -119,7 +123,5 @@ def make_register_prompts(
 ) -> list[Prompt]:
     """Register questions of the same lengths, with 1 to 64 writes each."""
     source = random.Random(seed)
-    ratio = max_length / min_length
-    lengths = [round(min_length * ratio ** (number / max(1, count - 1))) for number in range(count)]
-    source.shuffle(lengths)
+    lengths = spread_lengths(source, count, min_length, max_length)
     return [make_register_prompt(source, length, source.randint(1, min(64, length // 8))) for length in lengths]
