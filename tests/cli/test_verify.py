@@ -105,6 +105,7 @@ def test_a_planted_difference_is_status_1_and_named(verify: Callable) -> None:
     outcome = verify(server=("--shift", "0.5"))
     assert outcome.status == 1
     assert "WRONG: DCP 2 of" in outcome.text
+    assert "Run it again with --keep DIR" in outcome.text
     assert outcome.report["verdict"] == "wrong"
     assert not any(row["is_within"] for row in outcome.report["rows"])
 

@@ -52,6 +52,8 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
             findings = verification.run()
         status = _STATUS[findings.judgement.verdict]
         print_findings(findings, console)
+        if status and options.keep is None:
+            say(console, "Run it again with --keep DIR to keep the engines' logs.")
         report = {**facts, **document(findings, status)}
     except (CannotRun, UnreadableModel, ServerFailed, OSError) as error:
         status, report = COULD_NOT_RUN, failure_document(str(error), COULD_NOT_RUN, facts)
