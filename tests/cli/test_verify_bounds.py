@@ -12,6 +12,7 @@ from vllm_dcp_hybrid.cli.verify.bounds import (
     LARGEST_FACTOR,
     MEAN_FACTOR,
     SENSITIVITY_FACTOR,
+    Recall,
     Row,
     Verdict,
     bounds_for,
@@ -117,4 +118,11 @@ def test_what_exceeds_even_large_noise_is_wrong() -> None:
 
 
 def test_a_lost_fact_is_wrong_within_all_bounds() -> None:
-    assert judge([row(0.0)], [row(0.0)], 10.0, "float32", num_facts_lost=1).verdict is Verdict.WRONG
+    recall = Recall(num_asked=48, num_with_dcp=47, num_without=48, num_lost=1)
+    assert judge([row(0.0)], [row(0.0)], 10.0, "float32", recall).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(("num_found", "verdict"), [(48, Verdict.RIGHT), (20, Verdict.UNCLEAR)])
+def test_recall_shows_a_fault_that_log_probabilities_would_hide(num_found: int, verdict: Verdict) -> None:
+    recall = Recall(num_asked=48, num_with_dcp=num_found, num_without=num_found, num_lost=0)
+    assert judge([row(0.0)], [row(0.0)], 0.0, "float32", recall).verdict is verdict

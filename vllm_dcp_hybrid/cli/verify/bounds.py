@@ -25,6 +25,7 @@ MEAN_FACTOR = 2.0
 LARGEST_FACTOR = 3.0
 # A fault must move the mean by this many times its bound, or a right answer would prove nothing.
 SENSITIVITY_FACTOR = 3.0
+RELIABLE_RECALL = 0.9
 # Never less than this: an oracle that computes everything in one order has no noise of its own.
 FLOORS = {"float32": (0.0005, 0.005), "float16": (0.005, 0.05)}
 _FLOOR_OF_OTHERS = (0.02, 0.2)
@@ -67,6 +68,21 @@ class Row:
     def largest(self) -> float:
         """Of the differences."""
         return largest(self.differences)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How many facts each engine found, and how many the oracle found and DCP did not."""
+
+    num_asked: int
+    num_with_dcp: int
+    num_without: int
+    num_lost: int
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether the oracle finds nearly all of them, so that a fault could not hide."""
+        return self.num_without >= RELIABLE_RECALL * self.num_asked
 
 
 @dataclass(frozen=True)
@@ -139,7 +155,7 @@ def bounds_for(noise: Sequence[Row], dtype: str) -> tuple[tuple[float, float], B
 
 
 def judge(
-    rows: Sequence[Row], noise_rows: Sequence[Row], sensitivity: float, dtype: str, num_facts_lost: int = 0
+    rows: Sequence[Row], noise_rows: Sequence[Row], sensitivity: float, dtype: str, recall: Recall | None = None
 ) -> Judgement:
     """Whether DCP is right.
 
@@ -148,12 +164,13 @@ def judge(
         noise_rows: engines without DCP against each other, or against themselves.
         sensitivity: mean difference that a fault of known size makes.
         dtype: of the weights.
-        num_facts_lost: recall prompts that only the oracle answered rightly.
+        recall: of a model that was trained for it.
     """
     noise, bounds = bounds_for(noise_rows, dtype)
     outside = tuple(row for row in rows if not bounds.hold_for(row.differences))
-    is_wrong = bool(outside) or num_facts_lost > 0
-    why_unclear = "" if is_wrong else _why_unclear(rows, bounds, sensitivity)
+    is_wrong = bool(outside) or (recall is not None and recall.num_lost > 0)
+    can_hide_a_fault = recall is None or not recall.is_reliable
+    why_unclear = "" if is_wrong else _why_unclear(rows, bounds, sensitivity if can_hide_a_fault else math.inf)
     verdict = Verdict.WRONG if is_wrong else Verdict.UNCLEAR if why_unclear else Verdict.RIGHT
     return Judgement(verdict, noise, bounds, sensitivity, outside, why_unclear)
 

@@ -9,22 +9,12 @@ from dataclasses import dataclass
 
 from vllm_dcp_hybrid.cli.compare import Generation, mean
 from vllm_dcp_hybrid.cli.verify.asking import DCPAnswers, OracleAnswers, OtherAnswers, Scores
-from vllm_dcp_hybrid.cli.verify.bounds import Row, difference_row
+from vllm_dcp_hybrid.cli.verify.bounds import Recall, Row, difference_row
 from vllm_dcp_hybrid.cli.verify.recall import RecallPrompt, is_recalled
 from vllm_dcp_hybrid.cli.verify.work import Work
 
 OTHER = "answers"
 SCORED, DECODED, REPEATED, TAIL = "scored", "decoded", "decoded, warm", "tail, warm"
-
-
-@dataclass(frozen=True)
-class Recall:
-    """How many facts each engine found, and how many the oracle found and DCP did not."""
-
-    num_asked: int
-    num_with_dcp: int
-    num_without: int
-    num_lost: int
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from vllm_dcp_hybrid.cli.verify.asking import (
     ask_oracle,
     ask_other,
 )
-from vllm_dcp_hybrid.cli.verify.bounds import Judgement, Row, judge
+from vllm_dcp_hybrid.cli.verify.bounds import Row, judge
 from vllm_dcp_hybrid.cli.verify.engine import ServeOptions
-from vllm_dcp_hybrid.cli.verify.measure import Measured, measure, noise_between_sizes
+from vllm_dcp_hybrid.cli.verify.measure import measure, noise_between_sizes
 from vllm_dcp_hybrid.cli.verify.model import VerifiedModel
 from vllm_dcp_hybrid.cli.verify.recall import RecallPrompt, RecallTask, recall_prompts
 from vllm_dcp_hybrid.cli.verify.report import EngineFacts, Findings
@@ -140,11 +140,11 @@ class Verification:
             )
         dtype = engine.dtype_in(log, self.setting.model.dtype)
         measured = measure(work, ours, oracle, self.recall)
-        judgement = self._judge(measured, dtype)
+        judgement = judge(measured.rows, measured.noise, measured.sensitivity, dtype, measured.recall)
         if judgement.might_be_rounding and self.options.noise_tp_size:
             more_noise = self.noise_of_rounding(self.options.noise_tp_size, work, oracle)
             measured = replace(measured, noise=[*measured.noise, *more_noise])
-            judgement = self._judge(measured, dtype)
+            judgement = judge(measured.rows, measured.noise, measured.sensitivity, dtype, measured.recall)
         return Findings(
             subject=f"DCP {dcp_size} of {self.options.model} at TP {serve.tp_size}",
             whose=engine.whose_dcp(log),
@@ -177,10 +177,6 @@ class Verification:
             self._warnings.append(f"TP {tp_size} could not be asked what rounding does: {first_line}")
             return []
         return noise_between_sizes(work, oracle, other)
-
-    def _judge(self, measured: Measured, dtype: str) -> Judgement:
-        num_lost = measured.recall.num_lost if measured.recall else 0
-        return judge(measured.rows, measured.noise, measured.sensitivity, dtype, num_lost)
 
     def server(self, tp_size: int, dcp_size: int) -> Server:
         """A server that is not started yet."""

@@ -95,11 +95,11 @@ def _within(lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def _prompt(source: random.Random, words: Sequence[int], length: int) -> list[int]:
-    """Random words.  The last eighth repeats an earlier one, which a trained model that reads its context notices."""
+    """Random words.  The last eighth repeats one of the first half, which a trained model notices if it reads it."""
     tokens = source.choices(words, k=length)
     eighth = length // 8
     if eighth:
-        start = source.randrange(length - 2 * eighth + 1)
+        start = source.randrange(length // 2 - eighth + 1)
         tokens[-eighth:] = tokens[start : start + eighth]
     return tokens
 
