@@ -7,17 +7,45 @@ The kill switch and the demand are read once, where the config is built, and tra
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
+
+from vllm_dcp_hybrid.errors import BadSwitch
 
 PLUGIN_NAME = "dcp_hybrid"
 CONFIG_KEY = "dcp_hybrid"
 KILL_SWITCH = "DCP_HYBRID"
+CHECK_RANKS = "DCP_HYBRID_CHECK_RANKS"
 
 
 def switched_off_by_environment() -> bool:
     """Whether the user's environment says that the plugin should do nothing (``DCP_HYBRID=0``)."""
     return os.environ.get(KILL_SWITCH, "1").strip().lower() in {"0", "false", "off", "no"}
+
+
+def rank_check_limit_by_environment() -> float:
+    """Seconds of the rank check that the user's environment asks for; 0 where it is off.
+
+    Raises:
+        BadSwitch: a value that is neither a word for on or off nor a number of seconds.
+    """
+    text = os.environ.get(CHECK_RANKS, "").strip().lower()
+    known = {"": 0.0, "0": 0.0, "false": 0.0, "off": 0.0, "no": 0.0, **dict.fromkeys(("1", "true", "on", "yes"), 30.0)}
+    if text in known:
+        return known[text]
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = -1.0
+    if not 0 < limit_s < math.inf:
+        raise BadSwitch(name=CHECK_RANKS, value=text, legal="1, 0 or a number of seconds")
+    return limit_s
+
+
+def rank_check_limit_s(vllm_config: Any) -> float:
+    """Seconds of the rank check as they were when this config was built; 0 where it is off."""
+    return float(plugin_options(vllm_config).get("check_ranks_s", 0))
 
 
 def plugin_options(vllm_config: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals: one class each, whose sentence says what, why and what to do.
 
-All are raised before the weights load.  (Stock's own checks of the interleave and of ``align`` mode come later, when
-the block size is known.)
+All but the last are raised before the weights load.  (Stock's own checks of the interleave and of ``align`` mode come
+later, when the block size is known.)
 """
 
 from __future__ import annotations
@@ -97,3 +97,15 @@ class PluginNotApplied(DCPHybridError):
         "The plugin {name} is demanded (--enable-plugin or require_plugin), but it is not in effect: {reason}. "
         "Drop the demand to run stock vLLM, or {remedy}."
     )
+
+
+class BadSwitch(DCPHybridError):
+    """An environment variable of this package with a value that means nothing."""
+
+    template = "{name}={value} means nothing; set it to {legal}, or unset it."
+
+
+class RanksDisagree(DCPHybridError):
+    """Two ranks took different ways through a step: the rank check's finding, while the engine runs."""
+
+    template = "vllm-dcp-hybrid rank check: {difference}"

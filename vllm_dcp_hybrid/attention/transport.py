@@ -8,7 +8,7 @@ process group does the same work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,12 +87,32 @@ class ProcessGroupTransport:
             _as_bytes(received).copy_(part)
 
 
-def transport_of(dcp_group: DcpGroup) -> Transport:
+def fastest_transport(dcp_group: DcpGroup) -> Transport:
     """The fastest way between the ranks of `dcp_group`: the same on every rank, since all ranks are of one kind."""
     communicator = getattr(getattr(dcp_group, "device_communicator", None), "pynccl_comm", None)
     if communicator is not None and not communicator.disabled:
         return PyNcclTransport(communicator, dcp_group.world_size)
     return ProcessGroupTransport(dcp_group.device_group)
+
+
+_choose: Callable[[DcpGroup], Transport] = fastest_transport
+
+
+def transport_of(dcp_group: DcpGroup) -> Transport:
+    """What the exchange sends through: the fastest way, as it is or observed."""
+    return _choose(dcp_group)
+
+
+def observe(wrap: Callable[[Transport], Transport]) -> None:
+    """From here on, what :func:`transport_of` returns is wrapped."""
+    global _choose
+    _choose = lambda dcp_group: wrap(fastest_transport(dcp_group))  # noqa: E731
+
+
+def stop_observing() -> None:
+    """Undo :func:`observe`."""
+    global _choose
+    _choose = fastest_transport
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

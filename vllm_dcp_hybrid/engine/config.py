@@ -50,12 +50,13 @@ def create_engine_config(
 
 
 def is_to_act(vllm_config: Any) -> bool:
-    """Whether the plugin acts on this configuration; reads the switches, and writes the kill switch down.
+    """Whether the plugin acts on this configuration; reads the switches and writes them down.
 
     Where its patches could not be applied it does not act: stock's own refusal protects the user.
 
     Raises:
         PluginNotApplied: if it is demanded and not in effect.
+        BadSwitch: if a switch has a value that means nothing.
     """
     if activation.plugin_options(vllm_config).get("required"):
         check_in_effect()
@@ -64,6 +65,9 @@ def is_to_act(vllm_config: Any) -> bool:
     if activation.switched_off_by_environment():
         vllm_config.additional_config = with_options(vllm_config.additional_config, enabled=False)
         return False
+    limit_s = activation.rank_check_limit_by_environment()
+    if limit_s:
+        vllm_config.additional_config = with_options(vllm_config.additional_config, check_ranks_s=limit_s)
     return plugin.status().is_applied
 
 

@@ -17,6 +17,13 @@ _CPU = {"CPU_ATTN": "vllm_dcp_hybrid.attention.cpu.DCPCPUAttentionBackend"}
 _CUDA = {"FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn.DCPFlashAttentionBackend"}
 _CUDA_KV_FIRST = {"FLASH_ATTN": "vllm_dcp_hybrid.attention.flash_attn_kv_first.KVFirstFlashAttentionBackend"}
 
+# Where the rank check is on: the same, with a record of their plans.
+_RECORDED = {
+    _CPU["CPU_ATTN"]: "vllm_dcp_hybrid.attention.recorded_cpu.RecordedCPUAttentionBackend",
+    _CUDA["FLASH_ATTN"]: "vllm_dcp_hybrid.attention.recorded_flash_attn.RecordedFlashAttentionBackend",
+    _CUDA_KV_FIRST["FLASH_ATTN"]: "vllm_dcp_hybrid.attention.recorded_flash_attn.RecordedKVFirstFlashAttentionBackend",
+}
+
 _registered: set[str] = set()
 _is_active = False
 
@@ -25,7 +32,7 @@ def worker_base_init(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Wraps ``WorkerBase.__init__``."""
-    begin(args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA})
+    begin(instance, args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA})
     wrapped(*args, **kwargs)
 
 
@@ -33,7 +40,7 @@ def worker_base_init_kv_first(
     wrapped: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """As :func:`worker_base_init`, for releases whose FlashAttention cache has keys and values first."""
-    begin(args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA_KV_FIRST})
+    begin(instance, args[0] if args else kwargs["vllm_config"], {**_CPU, **_CUDA_KV_FIRST})
     wrapped(*args, **kwargs)
 
 
@@ -42,18 +49,25 @@ def worker_base_init_on_cpu(
 ) -> None:
     """As :func:`worker_base_init`, for releases whose own backends serve on GPUs."""
     vllm_config = args[0] if args else kwargs["vllm_config"]
-    begin(vllm_config, _CPU if activation.uses_cpu_engine(vllm_config) else {})
+    begin(instance, vllm_config, _CPU if activation.uses_cpu_engine(vllm_config) else {})
     wrapped(*args, **kwargs)
 
 
-def begin(vllm_config: Any, backends: Mapping[str, str]) -> None:
+def begin(worker: Any, vllm_config: Any, backends: Mapping[str, str]) -> None:
     """Start a worker of this process, which may have had another one before."""
     global _is_active
     _is_active = activation.is_active(vllm_config)
     if _registered:
         withdraw_attention_backends()
-    if _is_active:
-        register_attention_backends(backends)
+    if not _is_active:
+        return
+    limit_s = activation.rank_check_limit_s(vllm_config)
+    if limit_s:
+        from vllm_dcp_hybrid.worker import rank_check_seams
+
+        backends = {name: _RECORDED[path] for name, path in backends.items()}
+        rank_check_seams.install(worker, limit_s)
+    register_attention_backends(backends)
 
 
 def is_active() -> bool:
