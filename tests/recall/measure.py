@@ -52,19 +52,33 @@ def summarise(margins: Sequence[Sequence[float]], prompts: Sequence[task.Prompt]
     )
 
 
+@torch.no_grad()
+def forget(model: torch.nn.Module) -> torch.nn.Module:
+    """Take the memory from all recurrent layers: only attention still sees earlier tokens."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv1d):
+            module.weight[..., :-1] = 0
+        if hasattr(module, "A_log"):
+            module.A_log.fill_(10)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--registers", action="store_true", help="ask for registers instead of facts")
+    parser.add_argument("--forget", action="store_true", help="without the memory of recurrent layers")
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    if options.forget:
+        forget(model)
     make = task.make_register_prompts if options.registers else task.make_prompts
     prompts = make(options.count, seed=options.seed)
     margins = [answer_margins(model, prompt) for prompt in prompts]
     for prompt, answer in zip(prompts, margins, strict=True):
-        if min(answer) < 2:
+        if min(answer) < 2 and not options.forget:
             print(f"{len(prompt.tokens)} tokens, {prompt.distance} back: {[round(value, 1) for value in answer]}")
     print(json.dumps(asdict(summarise(margins, prompts))))
 
