@@ -88,13 +88,14 @@ def verdict_sentence(findings: Findings) -> str:
         return f"WRONG: {subject} missed {recall.num_lost} of {recall.num_asked} facts that it finds without DCP."
     worst = max(judgement.outside, key=lambda row: (row.largest, row.mean))
     numbers = (
-        "are not numbers"
+        "log-probabilities that are not numbers"
         if math.isinf(worst.largest)
-        else f"differ by {shown(worst.mean)} in the mean and {shown(worst.largest)} at most"
+        else f"log-probabilities differ by {shown(worst.mean)} in the mean and {shown(worst.largest)} at most"
     )
     return (
         f"WRONG: {subject} answers {len(judgement.outside)} of {len(rows)} requests otherwise than the same engine "
-        f"without DCP; the worst, {worst.phase} after {worst.num_prompt_tokens:,} prompt tokens, {numbers}."
+        f"without DCP; the worst, {worst.phase}, a prompt of {worst.num_prompt_tokens:,} "
+        f"token{'s' if worst.num_prompt_tokens > 1 else ''}: {numbers}."
     )
 
 
