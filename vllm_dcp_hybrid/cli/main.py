@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from vllm_dcp_hybrid import __version__
-from vllm_dcp_hybrid.tiny_models.architectures import GPU_KINDS, TINY_MODELS, TinyModel
+from vllm_dcp_hybrid.tiny_models.architectures import TINY_MODELS, TinyModel
 
 app = typer.Typer(
     name="vllm-dcp-hybrid",
@@ -20,10 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Hybrids that every build of vLLM runs.
-HYBRID_KINDS = tuple(
-    kind for kind in TINY_MODELS if kind not in GPU_KINDS and {*TinyModel(kind=kind).layer_types} != {"full_attention"}
-)
+HYBRID_KINDS = tuple(kind for kind in TINY_MODELS if {*TinyModel(kind=kind).layer_types} != {"full_attention"})
 
 
 class CommBackend(str, Enum):

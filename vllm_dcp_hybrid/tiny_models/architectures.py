@@ -15,13 +15,9 @@ TINY_MODELS = {
     "qwen3-next": "Qwen3-Next: gated delta net, full attention in every 4th layer, one MoE layer",
     "qwen3.5": "Qwen3.5 dense: gated delta net, full attention in every 4th layer, a vestigial vision tower",
     "lfm2": "LFM2: short convolution, full attention in every 4th layer",
-    "nemotron-h": "Nemotron-H: Mamba 2, full attention in every 4th layer, no rotation",
     "llama": "Llama: full attention only, not a hybrid",
 }
 """Kind -> one line for a human."""
-
-GPU_KINDS = ("nemotron-h",)
-"""Kinds whose recurrent kernels stock's CPU builds lack."""
 
 GATED_DELTA_NET_KINDS = ("qwen3-next", "qwen3.5")
 ATTENTION_INTERVAL = 4
@@ -32,12 +28,8 @@ NUM_EXPERTS = 4
 EXPERT_SIZE = 128
 NUM_GDN_KEY_HEADS = 4
 NUM_GDN_VALUE_HEADS = 8
-NUM_MAMBA_HEADS = 8
-MAMBA_HEAD_SIZE = 64
-MAMBA_STATE_SIZE = 64
-NUM_MAMBA_GROUPS = 4
-CONV_KERNEL_SIZE = {"qwen3-next": 4, "qwen3.5": 4, "lfm2": 3, "nemotron-h": 4}
-ROTARY_FACTOR = {"qwen3-next": 0.25, "qwen3.5": 0.25, "lfm2": 1.0, "nemotron-h": 1.0, "llama": 1.0}
+CONV_KERNEL_SIZE = {"qwen3-next": 4, "qwen3.5": 4, "lfm2": 3}
+ROTARY_FACTOR = {"qwen3-next": 0.25, "qwen3.5": 0.25, "lfm2": 1.0, "llama": 1.0}
 VISION_SIZE = 128
 NUM_VISION_HEADS = 8
 
@@ -80,8 +72,7 @@ class TinyModel:
     @property
     def layer_types(self) -> list[str]:
         """One word per layer, as the model's own config spells it."""
-        words = {"lfm2": "conv", "nemotron-h": "mamba", "llama": "full_attention"}
-        recurrent = words.get(self.kind, "linear_attention")
+        recurrent = {"lfm2": "conv", "llama": "full_attention"}.get(self.kind, "linear_attention")
         is_attention = [(layer + 1) % ATTENTION_INTERVAL == 0 for layer in range(self.num_layers)]
         return ["full_attention" if attention else recurrent for attention in is_attention]
 
@@ -96,7 +87,6 @@ class TinyModel:
             "qwen3-next": self._qwen3_next_config,
             "qwen3.5": self._qwen3_5_config,
             "lfm2": self._lfm2_config,
-            "nemotron-h": self._nemotron_h_config,
             "llama": self._llama_config,
         }[self.kind]()
 
@@ -216,31 +206,6 @@ class TinyModel:
             "block_auto_adjust_ff_dim": False,
             "block_multiple_of": 32,
             "block_ffn_dim_multiplier": 1.0,
-        }
-
-    def _nemotron_h_config(self) -> dict[str, object]:
-        # A layer here is two of Nemotron-H's own: a mixer, then an MLP.
-        letters = {"mamba": "M", "full_attention": "*"}
-        return {
-            **self._common_config(),
-            "num_hidden_layers": 2 * self.num_layers,
-            "architectures": ["NemotronHForCausalLM"],
-            "model_type": "nemotron_h",
-            "hybrid_override_pattern": "".join(f"{letters[word]}-" for word in self.layer_types),
-            "head_dim": self.head_size,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
-            "mamba_num_heads": NUM_MAMBA_HEADS,
-            "mamba_head_dim": MAMBA_HEAD_SIZE,
-            "ssm_state_size": MAMBA_STATE_SIZE,
-            "n_groups": NUM_MAMBA_GROUPS,
-            "conv_kernel": CONV_KERNEL_SIZE[self.kind],
-            "use_conv_bias": True,
-            "expand": NUM_MAMBA_HEADS * MAMBA_HEAD_SIZE // self.hidden_size,
-            "chunk_size": 128,
-            "n_routed_experts": 0,
-            "n_shared_experts": 0,
         }
 
     def _llama_config(self) -> dict[str, object]:

@@ -15,13 +15,9 @@ from vllm_dcp_hybrid.tiny_models.architectures import (
     EXPERT_SIZE,
     GATED_DELTA_NET_KINDS,
     INTERMEDIATE_SIZE,
-    MAMBA_HEAD_SIZE,
-    MAMBA_STATE_SIZE,
     NUM_EXPERTS,
     NUM_GDN_KEY_HEADS,
     NUM_GDN_VALUE_HEADS,
-    NUM_MAMBA_GROUPS,
-    NUM_MAMBA_HEADS,
     VISION_SIZE,
     TinyModel,
 )
@@ -37,7 +33,7 @@ LOGIT_SCALE = 3.0
 SPECIAL_TOKEN_SCALE = 0.25
 """How much smaller the output rows of special tokens are: greedy text shall not end early."""
 SHORTEST_MEMORY, LONGEST_MEMORY = 8, 512
-"""Tokens after which the state of the first and of the last recurrent head has fallen to about 1 / e."""
+"""Tokens after which the state of the first and of the last GDN head has fallen to about 1 / e."""
 
 State = dict[str, torch.Tensor]
 
@@ -128,8 +124,10 @@ class _WeightFactory:
         key_size = NUM_GDN_KEY_HEADS * self.model.gdn_head_size
         value_size = NUM_GDN_VALUE_HEADS * self.model.gdn_head_size
         kernel_size = CONV_KERNEL_SIZE[self.model.kind]
+        # One step keeps exp(-exp(A_log) * softplus(a + dt_bias)), and softplus(0) = log 2.
+        memory = torch.logspace(math.log10(SHORTEST_MEMORY), math.log10(LONGEST_MEMORY), NUM_GDN_VALUE_HEADS)
         state = {
-            f"{prefix}A_log": log_decay(NUM_GDN_VALUE_HEADS),
+            f"{prefix}A_log": -torch.log(memory * math.log(2)),
             f"{prefix}dt_bias": torch.zeros(NUM_GDN_VALUE_HEADS),
             f"{prefix}conv1d.weight": self.normal(2 * key_size + value_size, 1, kernel_size),
             f"{prefix}norm.weight": 1 + self.normal(self.model.gdn_head_size, scale=0.1),
@@ -144,22 +142,6 @@ class _WeightFactory:
             state[f"{prefix}in_proj_b.weight"] = self.linear(NUM_GDN_VALUE_HEADS, hidden_size)
             state[f"{prefix}in_proj_a.weight"] = self.linear(NUM_GDN_VALUE_HEADS, hidden_size)
         return state
-
-    def mamba2(self, prefix: str) -> State:
-        hidden_size = self.model.hidden_size
-        inner_size = NUM_MAMBA_HEADS * MAMBA_HEAD_SIZE
-        conv_size = inner_size + 2 * NUM_MAMBA_GROUPS * MAMBA_STATE_SIZE
-        kernel_size = CONV_KERNEL_SIZE[self.model.kind]
-        return {
-            f"{prefix}A_log": log_decay(NUM_MAMBA_HEADS),
-            f"{prefix}D": torch.ones(NUM_MAMBA_HEADS),
-            f"{prefix}dt_bias": torch.zeros(NUM_MAMBA_HEADS),
-            f"{prefix}in_proj.weight": self.linear(inner_size + conv_size + NUM_MAMBA_HEADS, hidden_size),
-            f"{prefix}conv1d.weight": self.normal(conv_size, 1, kernel_size, scale=1 / math.sqrt(kernel_size)),
-            f"{prefix}conv1d.bias": torch.zeros(conv_size),
-            f"{prefix}norm.weight": 1 + self.normal(inner_size, scale=0.1),
-            f"{prefix}out_proj.weight": self.branch_output(inner_size, RECURRENT_GAIN),
-        }
 
     def short_conv(self, prefix: str) -> State:
         size, kernel_size = self.model.hidden_size, CONV_KERNEL_SIZE["lfm2"]
@@ -215,25 +197,6 @@ class _WeightFactory:
                 state |= self.attention(f"{prefix}self_attn.", "out_proj", ("q_layernorm", "k_layernorm"))
         return state
 
-    def nemotron_h(self) -> State:
-        model = self.model
-        state = {
-            "backbone.embeddings.weight": self.normal(VOCAB_SIZE, model.hidden_size),
-            "backbone.norm_f.weight": self.final_norm(model.hidden_size),
-            "lm_head.weight": self.output_matrix(),
-        }
-        for layer, layer_type in enumerate(model.layer_types):
-            mixer, mlp = (f"backbone.layers.{2 * layer + part}." for part in range(2))
-            state[f"{mixer}norm.weight"] = self.norm(model.hidden_size)
-            state[f"{mlp}norm.weight"] = self.norm(model.hidden_size)
-            if layer_type == "mamba":
-                state |= self.mamba2(f"{mixer}mixer.")
-            else:
-                state |= self.attention(f"{mixer}mixer.", "o_proj")
-            state[f"{mlp}mixer.up_proj.weight"] = self.linear(INTERMEDIATE_SIZE, model.hidden_size)
-            state[f"{mlp}mixer.down_proj.weight"] = self.branch_output(INTERMEDIATE_SIZE, MLP_GAIN)
-        return state
-
     def decoder(self, root: str) -> State:
         """Llama and the Qwen kinds, which name their parts alike."""
         model = self.model
@@ -259,15 +222,6 @@ class _WeightFactory:
         return state
 
 
-def log_decay(num_heads: int) -> torch.Tensor:
-    """`A_log` of heads that remember from short to long.
-
-    One step keeps exp(-exp(A_log) * softplus(a + dt_bias)), and softplus(0) = log 2.
-    """
-    memory = torch.logspace(math.log10(SHORTEST_MEMORY), math.log10(LONGEST_MEMORY), num_heads)
-    return -torch.log(memory * math.log(2))
-
-
 def make_state_dict(model: TinyModel) -> State:
     """All tensors of a checkpoint, under the names that the model's Hugging Face class saves.
 
@@ -280,8 +234,6 @@ def make_state_dict(model: TinyModel) -> State:
     factory = _WeightFactory(model)
     if model.kind == "lfm2":
         state = factory.lfm2()
-    elif model.kind == "nemotron-h":
-        state = factory.nemotron_h()
     elif model.kind == "qwen3.5":
         state = factory.decoder("model.language_model.") | factory.vision("model.visual.")
     else:
