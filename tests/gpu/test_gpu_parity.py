@@ -15,8 +15,6 @@ LFM2 = Engine("lfm2", tp=2, is_on_gpu=True, is_eager=False)
 FP8 = (("kv_cache_dtype", "fp8"),)
 # The bundle of tests/gpu lacks FlashInfer, which vLLM would choose here.
 GDN = (("gdn_prefill_backend", "triton"),)
-# What the plugin asks of the cached states of any recurrent layer.
-ALIGN = (("mamba_cache_mode", "align"),)
 FA2 = (("attention_config", '{"flash_attn_version": 2}'),)
 
 CASES = [
@@ -30,14 +28,6 @@ CASES = [
     pytest.param(
         Engine("qwen3-next", tp=2, dcp=2, prefix_caching=True, is_on_gpu=True, is_eager=False, extra=GDN),
         id="qwen3-next-graphs-ag_rs-cached",
-    ),
-    pytest.param(
-        Engine("nemotron-h", tp=2, dcp=2, interleave=16, is_on_gpu=True, is_eager=False),
-        id="nemotron-h-graphs-ag_rs-I16",
-    ),
-    pytest.param(
-        Engine("nemotron-h", tp=2, dcp=2, comm="a2a", prefix_caching=True, is_on_gpu=True, is_eager=False, extra=ALIGN),
-        id="nemotron-h-graphs-a2a-cached",
     ),
     pytest.param(replace(LFM2, tp=4, dcp=4, prefix_caching=True), id="lfm2-T4-N4-graphs-ag_rs-cached"),
 ]
