@@ -163,14 +163,14 @@ def main() -> None:
         type=parse,
         action="append",
         metavar="CONTEXT:PROMPTS:OUTPUT",
-        help="default: 32768:4:192, which fits DCP 1, then 4096:120:192, 32768:15:192, 131072:4:192",
+        help="default: one that fits DCP 1, then five that do not",
     )
     parser.add_argument("--warm-up", type=parse, default=Workload(1024, 64, 128), metavar="CONTEXT:PROMPTS:OUTPUT")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more arguments of vllm serve")
     arguments = parser.parse_args()
     workloads = arguments.workload or [
-        *(Workload(32768, 4, 192), Workload(4096, 120, 192)),
-        *(Workload(32768, 15, 192), Workload(131072, 4, 192)),
+        *(Workload(32768, 4, 192), Workload(4096, 120, 192), Workload(32768, 15, 192), Workload(131072, 4, 192)),
+        *(Workload(4096, 120, 768), Workload(32768, 15, 768)),
     ]
     logs = arguments.out.parent
     logs.mkdir(parents=True, exist_ok=True)
