@@ -25,6 +25,7 @@ from vllm_dcp_hybrid.cli.verify.engine import ServeOptions, effective_block_in, 
 from vllm_dcp_hybrid.tiny_models.architectures import TinyModel
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
+RECALL_MODEL = Path(__file__).parents[1] / "assets" / "recall-lfm2"
 ROOMY = Machine(num_cores=2, num_numa_nodes=1, shm_total=64 * MIB, shm_free=64 * MIB, gpus=())
 SIZES = ("-tp", "2", "-dcp", "2")
 RECALL = {
@@ -349,12 +350,11 @@ def test_the_last_value_of_an_option_counts() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_dcp_of_a_real_model_is_right(tmp_path: Path) -> None:
-    model = tiny_models.make_tiny_model("lfm2", tmp_path / "lfm2", num_key_value_heads=1, dtype="float32")
+def test_dcp_of_a_real_model_is_right_and_it_recalls_as_much(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "vllm_dcp_hybrid.cli.main", "verify", str(model), *SIZES, "--limit", "180"]
-    command += ["--json", str(report), "--", "--enforce-eager", "--max-model-len", "2048"]
-    command += ["--max-num-batched-tokens", "512", "--dtype", "float32"]
+    command = [sys.executable, "-m", "vllm_dcp_hybrid.cli.main", "verify", str(RECALL_MODEL), *SIZES]
+    command += ["--limit", "180", "--json", str(report), "--", "--enforce-eager", "--dtype", "float32"]
+    command += ["--max-model-len", "4096", "--max-num-batched-tokens", "512"]
     environment = {**os.environ, **tiny_models.cpu_environment(2)}
     del environment["VLLM_CPU_OMP_THREADS_BIND"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)
@@ -365,3 +365,4 @@ def test_dcp_of_a_real_model_is_right(tmp_path: Path) -> None:
     assert found["effective_block"] == 256
     assert found["prefix_hits"] > 0
     assert max(row["largest"] for row in found["rows"]) < 0.002
+    assert found["recall"]["num_with_dcp"] == found["recall"]["num_without"] >= 47
