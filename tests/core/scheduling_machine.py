@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -74,6 +75,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.computed: dict[str, list[int]] = {}
         self.num_requests = 0
+        # After a fault of stock that is known: the example ends.
+        self.is_over = False
 
     @initialize(
         spare=st.integers(0, 40),
@@ -141,7 +144,12 @@ class SchedulingMachine(RuleBasedStateMachine):
         tokens = {name: list(request.all_token_ids) for name, request in requests.items()}
         running_before = {request.request_id for request in self.engine.scheduler.running}
         own_before = dict(self.computed)
-        self.engine.step()
+        try:
+            self.engine.step()
+        except self.scenes.CopyOfUnwrittenBlock:
+            self.is_over = True
+            self.seen["copies of unwritten blocks"] += 1
+            reject()
         chunks = self.engine.worker.steps[-1]
         for name, (_, end) in chunks.items():
             self.computed[name] = max(tokens[name][:end], own_before.get(name, []), key=len)
@@ -232,7 +240,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Every request comes to its end, and every block comes back."""
-        if not hasattr(self, "engine"):
+        if self.is_over or not hasattr(self, "engine"):
             return
         for _ in range(100 * (1 + self.num_requests)):
             if not self.engine.scheduler.has_unfinished_requests():
