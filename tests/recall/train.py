@@ -25,7 +25,7 @@ from batches import SLOT, BatchMaker
 from torch.nn.functional import cross_entropy
 
 STAGES = (32, 64, 128, 256, 512, 1024, 2048, task.MAX_LENGTH)
-PROMOTION = 0.95
+PROMOTION = 0.97
 WARMUP_STEPS = 100
 DECAY_FROM = 0.5
 """Share of the time after which the learning rate falls, linearly."""
@@ -77,12 +77,10 @@ class Trainer:
         if stage and self.choose(0, 4) == 0:
             stage = self.choose(0, stage)
         length = STAGES[stage]
-        num_items = max(2, length * 3 // 4 // SLOT >> self.choose(0, 4))
-        # Facts only, facts only, both, registers only.
-        mixture = self.choose(0, 4) if self.has_registers else 0
-        num_facts = (num_items // 2, num_items // 2, num_items // 4, 0)[mixture]
+        most = max(1, length // (SLOT * (4 if self.has_registers else 2)) * 3 // 4)
+        num_facts = max(1, most >> self.choose(0, 4))
         batch_size = max(1, min(512, self.options.tokens_per_step // length))
-        return self.batches.make(batch_size, length, num_facts, num_items - 2 * num_facts if mixture > 1 else 0)
+        return self.batches.make(batch_size, length, num_facts, 2 * num_facts if self.has_registers else 0)
 
     def answers(self, tokens: torch.Tensor, is_answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [num_answers, vocabulary] float32 and the right tokens [num_answers]."""
@@ -120,7 +118,7 @@ class Trainer:
     def evaluate(self, length: int, *, is_about_registers: bool = False) -> dict[str, float]:
         """Share of right answer tokens, and margins of the right ones over the next best, on the same data always."""
         batch_size, num_facts = max(2, self.options.eval_tokens // length), max(1, length // 64)
-        items = (0, length // (2 * SLOT)) if is_about_registers else (num_facts, 0)
+        items = (0, 2 * num_facts) if is_about_registers else (num_facts, 0)
         tokens, is_answer = BatchMaker(self.device, 12345).make(batch_size, length, *items)
         self.model.eval()
         logits, right = self.answers(tokens, is_answer)
