@@ -12,7 +12,7 @@ import task
 from engines import Engine, Engines, Run
 
 ASSETS = Path(__file__).parent.with_name("assets")
-KINDS = ("lfm2", "qwen3-next")
+KINDS = sorted(path.name.removeprefix("recall-") for path in ASSETS.glob("recall-*"))
 INTERLEAVES = (1, 16, "B")
 
 BLOCK_SIZES = {"lfm2": 128, "qwen3-next": 288}

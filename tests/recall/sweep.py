@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both recall models, all 500 prompts, DCP 2 and 4, interleave 1, 16 and B: ``python tests/recall/sweep.py OUT_DIR``.
+"""Every recall model, all 500 prompts, DCP 2 and 4, interleave 1, 16 and B: ``python tests/recall/sweep.py OUT_DIR``.
 
 Runs one engine after the other, and leaves out those whose answers are in OUT_DIR already; then prints a table.
 """
@@ -47,11 +47,11 @@ def answers(name: str, engine: Engine, directory: Path) -> tuple[Run, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kind", action="append", choices=KINDS, help="of both kinds, this one only")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of all kinds, this one only")
     parser.add_argument("--only", action="append", help="of all combinations, this one only, as the table names it")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    engines = combinations(options.kind or list(KINDS))
+    engines = combinations(options.kind or KINDS)
     verdicts = {}
     for name, engine in engines.items():
         if options.only and name not in options.only and "N1" not in name:

@@ -118,7 +118,7 @@ class Trainer:
     def evaluate(self, length: int, *, is_about_registers: bool = False) -> dict[str, float]:
         """Share of right answer tokens, and margins of the right ones over the next best, on the same data always."""
         batch_size, num_facts = max(2, self.options.eval_tokens // length), max(1, length // 64)
-        items = (0, 2 * num_facts) if is_about_registers else (num_facts, 0)
+        items = (0, length // (2 * SLOT)) if is_about_registers else (num_facts, 0)
         tokens, is_answer = BatchMaker(self.device, 12345).make(batch_size, length, *items)
         self.model.eval()
         logits, right = self.answers(tokens, is_answer)
