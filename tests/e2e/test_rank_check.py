@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from engines import Engine, Engines, tokens
@@ -41,9 +40,3 @@ def test_case_21_a_rank_that_skips_a_collective_ends_the_run_with_a_message(engi
         r"step \d+, call \d+, after .*rank 0: all_gather of the DCP exchange of \[3, \d+, \d+\] float32", line
     )
     assert re.search(r"rank 1: (all_gather|reduce_scatter) of the DCP exchange of", line)
-
-
-def test_switched_off_the_check_leaves_no_trace(engines: Engines) -> None:
-    off = replace(ASTRAY, environment=(("DCP_HYBRID_CHECK_RANKS", "0"),), extra=())
-    run = engines.run(off, [{"prompts": [tokens(5)], "max_tokens": 2}])
-    assert "rank check" not in run.log
