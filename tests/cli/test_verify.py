@@ -354,7 +354,7 @@ def test_dcp_of_a_real_model_is_right_and_it_recalls_as_much(tmp_path: Path) -> 
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "vllm_dcp_hybrid.cli.main", "verify", str(RECALL_MODEL), *SIZES]
     command += ["--limit", "180", "--json", str(report), "--", "--enforce-eager", "--dtype", "float32"]
-    command += ["--max-model-len", "4096", "--max-num-batched-tokens", "512"]
+    command += ["--max-model-len", "2048", "--max-num-batched-tokens", "512"]
     environment = {**os.environ, **tiny_models.cpu_environment(2)}
     del environment["VLLM_CPU_OMP_THREADS_BIND"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=environment)
