@@ -105,6 +105,25 @@ class BadSwitch(DCPHybridError):
     template = "{name}={value} means nothing; set it to {legal}, or unset it."
 
 
+class PeersDiffer(DCPHybridError):
+    """Two ranks of one engine do not run the same software, or were not given the same flags."""
+
+    template = (
+        "The ranks of this engine do not run the same: {difference}; install the same vLLM and vllm-dcp-hybrid on "
+        "every node, and start each with the same flags and environment."
+    )
+
+
+class PeerSilent(DCPHybridError):
+    """A rank of this engine on which the plugin does not act."""
+
+    template = (
+        "The plugin is in effect here, but {who} {when} while the ranks compared what they run: there vllm-dcp-hybrid "
+        "is missing, left out of VLLM_PLUGINS, switched off (DCP_HYBRID=0), or has failed; give every node the same "
+        "vllm-dcp-hybrid, flags and environment, and --enable-plugin dcp_hybrid."
+    )
+
+
 class RanksDisagree(DCPHybridError):
     """Two ranks took different ways through a step: the rank check's finding, while the engine runs."""
 

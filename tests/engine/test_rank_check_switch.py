@@ -80,12 +80,13 @@ def startup() -> Iterator[Any]:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("is_on", [True, False])
-def test_a_worker_is_bound_only_where_the_check_is_on(startup: Any, is_on: bool) -> None:
+def test_a_workers_steps_are_bound_only_where_the_check_is_on(startup: Any, is_on: bool) -> None:
     worker, vllm_config = Worker(), make_config()
     if is_on:
         vllm_config.additional_config = {"dcp_hybrid": {"check_ranks_s": 5}}
     startup.begin(worker, vllm_config, startup._CPU)
-    assert set(vars(worker)) == ({"init_device", "execute_model"} if is_on else set())
+    # Its peers are met in any case.
+    assert set(vars(worker)) == ({"init_device", "execute_model"} if is_on else {"init_device"})
     assert startup.is_registered("CPU_ATTN")
 
 

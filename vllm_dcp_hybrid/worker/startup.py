@@ -61,6 +61,9 @@ def begin(worker: Any, vllm_config: Any, backends: Mapping[str, str]) -> None:
         withdraw_attention_backends()
     if not _is_active:
         return
+    from vllm_dcp_hybrid.worker import peer_seams
+
+    peer_seams.install(worker, vllm_config)
     limit_s = activation.rank_check_limit_s(vllm_config)
     if limit_s:
         from vllm_dcp_hybrid.worker import rank_check_seams
