@@ -53,7 +53,8 @@ def test_ranks_that_run_the_same_go_on_and_know_each_other() -> None:
     assert meet_all(says, 4) == dict.fromkeys(range(4), says)
 
 
-def test_another_version_stops_every_rank_and_is_named() -> None:
+def test_case_27_another_version_stops_every_rank_and_is_named() -> None:
+    """CASES 27: every process has the same fingerprint, on every node."""
     errors = meet_all({0: HERE, 1: HERE, 2: OLDER, 3: OLDER}, 4)
     assert {type(error) for error in errors.values()} == {PeersDiffer}
     (sentence,) = {str(error) for error in errors.values()}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own launch over several nodes: TP 2, DCP 2 across two process trees on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import LENGTHS, Engine, Engines, difference, tokens, without_dcp
+from test_parity import FLOAT32_NOISE
+from test_switches import serve
+
+from vllm_dcp_hybrid import tiny_models
+from vllm_dcp_hybrid.cli.server import HOST, Server, ServerFailed, free_port
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = Engine("lfm2", tp=2, dcp=2, dtype="float32", prefix_caching=True)
+IMPATIENT = ("--worker-cls", "impatient.ImpatientWorker")
+READY_LIMIT_S = 240
+END_LIMIT_S = 30
+
+
+class Node(Server):
+    """One of two nodes, with one rank.
+
+    Args:
+        number: 0 for the one that serves.
+        model: a checkpoint.
+        master_port: where the ranks find each other.
+        directory: for its log.
+        flags: more arguments of `vllm serve`.
+        environment: what differs from this process's.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        model: Path,
+        master_port: int,
+        directory: Path,
+        *,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        command = [
+            *serve(ENGINE, model, "--max-num-seqs", "8", "--enable-prefix-caching", "--dtype", "float32"),
+            *("--nnodes", "2", "--node-rank", str(number), "--master-addr", HOST, "--master-port", str(master_port)),
+            *(("--headless",) if number else ()),
+            *flags,
+        ]
+        environment = {
+            **os.environ,
+            **tiny_models.cpu_environment(1),
+            "VLLM_CPU_OMP_THREADS_BIND": str(number),
+            "VLLM_HOST_IP": HOST,
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": str(Path(__file__).parent),
+            **(environment or {}),
+        }
+        super().__init__(command, port=free_port(), log=directory / f"node{number}.log", environment=environment)
+
+    @property
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_until_ended(self) -> None:
+        """Until no process of it is left.
+
+        Raises:
+            AssertionError: some process outlives the limit.
+        """
+        process = self._process
+        assert process is not None
+        process.wait(timeout=END_LIMIT_S)
+
+
+def test_two_nodes_answer_over_http_as_one_does_without_dcp(engines: Engines, tmp_path: Path) -> None:
+    model, master_port = engines.model(ENGINE), free_port()
+    with Node(1, model, master_port, tmp_path), Node(0, model, master_port, tmp_path) as head:
+        head.wait_until_ready(READY_LIMIT_S, lambda seconds, line: None)
+        prompts = [tokens(length) for length in LENGTHS]
+        answers = ask(head, model, prompts)
+        warm = ask(head, model, prompts)
+    expected = engines.run(without_dcp(ENGINE)).scored
+    assert difference(answers, expected).largest < FLOAT32_NOISE
+    assert difference(warm, expected).largest < FLOAT32_NOISE
+    assert re.search(r"fingerprint \w+\): the same on all 2 ranks of 2 nodes", head.text)
+
+
+def test_case_30_a_node_without_the_plugin_ends_the_other_before_its_weights_load(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """CASES 30: half of the ranks with the plugin is a half-applied state too."""
+    model, master_port = engines.model(ENGINE), free_port()
+    stock = {"VLLM_PLUGINS": ""}
+    with (
+        Node(1, model, master_port, tmp_path, environment=stock),
+        Node(0, model, master_port, tmp_path, flags=IMPATIENT) as head,
+        pytest.raises(ServerFailed, match=r"rank 1 \(node 1\) said nothing within 8 s"),
+    ):
+        head.wait_until_ready(READY_LIMIT_S, lambda seconds, line: None)
+    assert "Starting to load model" not in head.text
+
+
+def test_nodes_with_other_flags_end_each_other_before_the_weights_load(engines: Engines, tmp_path: Path) -> None:
+    """Each would take the tokens of the other for its own."""
+    model, master_port = engines.model(ENGINE), free_port()
+    other = ("--cp-kv-cache-interleave-size", "16")
+    with Node(1, model, master_port, tmp_path, flags=other) as worker, Node(0, model, master_port, tmp_path) as head:
+        with pytest.raises(ServerFailed, match=r"--cp-kv-cache-interleave-size differs: rank 0 \(node 0, .* has 16"):
+            head.wait_until_ready(READY_LIMIT_S, lambda seconds, line: None)
+        worker.wait_until_ended()
+    for node in (head, worker):
+        assert "rank 1 (node 1, " in node.text
+        assert "Starting to load model" not in node.text
+
+
+def ask(node: Node, model: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Scored prompts and generations, as the driver of other engines writes them."""
+    body = {"model": str(model), "prompt": prompts, "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    body |= {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    answers = []
+    for prompt, choice in zip(prompts, node.client.post("/v1/completions", body)["choices"], strict=True):
+        values, words = choice["logprobs"]["token_logprobs"], choice["logprobs"]["tokens"]
+        answers.append(
+            {
+                "prompt_logprobs": values[1 : len(prompt)],
+                "tokens": [int(word.removeprefix("token_id:")) for word in words[len(prompt) :]],
+                "logprobs": values[len(prompt) :],
+            }
+        )
+    return answers
