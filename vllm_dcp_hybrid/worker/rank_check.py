@@ -45,6 +45,8 @@ class RankChecker:
         rank: this rank.
         ranks: all that must do the same, this one included.
         limit_s: seconds after which a step, a collective or the wait for another rank is looked into.
+        is_lockstep: whether ranks compare before every collective too.  Gloo ends the process where sizes differ, which
+            leaves nobody to tell; NCCL waits.
         end_process: ends a rank whose own thread hangs.
     """
 
@@ -54,16 +56,19 @@ class RankChecker:
         rank: int,
         ranks: Sequence[int],
         limit_s: float,
+        is_lockstep: bool = True,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
         # One connection for each thread: a client that waits serves nobody else.
         self._store, self._watch_store = store.clone(), store.clone()
-        self.rank, self.ranks, self._limit_s, self._end_process = rank, sorted(ranks), limit_s, end_process
+        self.rank, self.ranks, self._limit_s = rank, sorted(ranks), limit_s
+        self._is_lockstep, self._end_process = is_lockstep, end_process
         self._others = [other for other in self.ranks if other != rank]
         self._poll_s = min(max(limit_s / 10, 0.05), 1.0)
         self._lock = threading.Lock()
         self.step = 0
         self._calls: list[str] = []
+        self._num_meetings, self._last_meeting = 0, "none"
         self._is_complete = False
         self._doing, self._since = _Doing.NOTHING, time.monotonic()
         self._difference: str | None = None
@@ -80,10 +85,18 @@ class RankChecker:
         """This rank computes: for the time between two steps nobody waits."""
         return self._while_doing(_Doing.COMPUTE)
 
-    def collective(self, call: str) -> AbstractContextManager[None]:
-        """Write down a collective, and that this rank is in it."""
+    @contextmanager
+    def collective(self, call: str) -> Iterator[None]:
+        """Write down a collective, and that this rank is in it.
+
+        Raises:
+            RanksDisagree: in lockstep, where the ranks' ways have parted.
+        """
         self.note(call)
-        return self._while_doing(_Doing.COLLECTIVE)
+        if self._is_lockstep:
+            self._meet()
+        with self._while_doing(_Doing.COLLECTIVE):
+            yield
 
     @contextmanager
     def _while_doing(self, doing: _Doing) -> Iterator[None]:
@@ -136,24 +149,37 @@ class RankChecker:
         """
         with self._lock:
             self._is_complete = True
-            self._doing, self._since = _Doing.COMPARE, time.monotonic()
-        own = self._progress()
-        self._store.set(_key(self.step, f"done/{self.rank}"), own.digest)
-        others = [_key(self.step, f"done/{other}") for other in self._others]
-        self._wait_for(others)
-        if any(self._store.get(key).decode() != own.digest for key in others):
-            # The thread beside this one finds out where.
-            self._store.set(_key(self.step, _ALARM), "1")
-            self._wait_for([_key(self.step, "never")])
+        self._meet()
         self._begin_next_step()
 
+    def _meet(self) -> None:
+        """Wait for the others' digest at the same point, and go on if all are equal."""
+        own = self._progress().digest
+        with self._while_doing(_Doing.COMPARE):
+            self._store.set(self._meeting(self.step, self._num_meetings, self.rank), own)
+            others = [self._meeting(self.step, self._num_meetings, other) for other in self._others]
+            self._wait_for(others)
+            if any(self._store.get(key).decode() != own for key in others):
+                # The thread beside this one finds out where.
+                self._store.set(_key(self.step, _ALARM), "1")
+                self._wait_for([_key(self.step, "never")])
+        self._num_meetings += 1
+
+    @staticmethod
+    def _meeting(step: int, number: int, rank: int) -> str:
+        return _key(step, f"meeting/{number}/{rank}")
+
     def _begin_next_step(self) -> None:
-        # All ranks have compared the step before this one: nobody reads what it left.
-        for key in (f"done/{self.rank}", f"progress/{self.rank}", _ALARM):
-            self._store.delete_key(_key(self.step - 1, key))
+        # All ranks are at the end of this step: nobody reads what is before it any more.
+        last = self._num_meetings - 1
+        for number in range(last):
+            self._store.delete_key(self._meeting(self.step, number, self.rank))
+        for name in (self._last_meeting, f"progress/{self.rank}", _ALARM):
+            self._store.delete_key(_key(self.step - 1, name))
         with self._lock:
+            self._last_meeting = f"meeting/{last}/{self.rank}"
             self.step += 1
-            self._calls, self._is_complete = [], False
+            self._calls, self._is_complete, self._num_meetings = [], False, 0
             self._doing, self._since = _Doing.NOTHING, time.monotonic()
 
     def _wait_for(self, keys: list[str]) -> None:

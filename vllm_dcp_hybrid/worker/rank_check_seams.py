@@ -69,7 +69,8 @@ def begin(limit_s: float) -> None:
     store = torch.distributed.distributed_c10d._get_default_store()
     if _checker is not None:
         _checker.stop()
-    _checker = RankChecker(store, tp_group.rank, tp_group.ranks, limit_s)
+    is_on_cpu = tp_group.device.type == "cpu"
+    _checker = RankChecker(store, tp_group.rank, tp_group.ranks, limit_s, is_lockstep=is_on_cpu)
     if tp_group.is_first_rank:
         logger.info("vllm-dcp-hybrid rank check is on: %d ranks, limit %.0f s", len(tp_group.ranks), limit_s)
     transport.observe(lambda inner: RecordedTransport(inner, checker()))

@@ -25,8 +25,8 @@ class Progress:
 
     @property
     def digest(self) -> str:
-        """Equal for equal calls."""
-        return f"{len(self.calls)} {hashlib.sha256(json.dumps(self.calls).encode()).hexdigest()}"
+        """Equal for equal progress."""
+        return f"{len(self.calls)} {hashlib.sha256(self.to_json().encode()).hexdigest()}"
 
     def call(self, number: int) -> str | None:
         """The call of this number, :data:`END_OF_STEP` behind the last one, None while nobody can know."""
