@@ -184,11 +184,12 @@ class RankChecker:
 
     def _wait_for(self, keys: list[str]) -> None:
         """Until all keys are there, or a difference is known to all."""
-        pause_s = 0.0005
+        pause_s = 0.0001
         try:
-            while not self._is_settled.wait(pause_s):
+            while not self._is_settled.is_set():
                 if self._store.check(keys):
                     return
+                self._is_settled.wait(pause_s)
                 pause_s = min(1.5 * pause_s, self._poll_s)
         except dist.DistError:
             # The rank that holds the store may have ended because of the difference.
