@@ -119,8 +119,8 @@ class PeerSilent(DCPHybridError):
 
     template = (
         "The plugin is in effect here, but {who} {when} while the ranks compared what they run: there vllm-dcp-hybrid "
-        "is missing, left out of VLLM_PLUGINS, switched off (DCP_HYBRID=0), or has failed; give every node the same "
-        "vllm-dcp-hybrid, flags and environment, and --enable-plugin dcp_hybrid."
+        "is missing, left out of VLLM_PLUGINS or switched off (DCP_HYBRID=0), or other flags or an error keep it from "
+        "acting; give every node the same vllm-dcp-hybrid, flags and environment."
     )
 
 
