@@ -189,6 +189,8 @@ def test_both_engines_get_the_options_after_the_dashes(verify: Callable) -> None
         assert command.count("--max-model-len") == 1
         assert "--max-model-len 2048 --enforce-eager" in command
     assert "-dcp 2 --enable-plugin dcp_hybrid" in with_dcp
+    assert " --enable-prefix-caching" in with_dcp
+    assert "--no-enable-prefix-caching" in without
     assert "-dcp" not in without.replace("vllm-dcp", "")
 
 

@@ -50,7 +50,7 @@ class ServeOptions:
     Attributes:
         tp_size: of both; an engine that measures rounding has another.
         dcp_size, interleave, comm_backend: of the one with DCP.
-        prefix_caching: of both.
+        prefix_caching: of the one with DCP; the other never has it.
         extra: more options of `vllm serve`, of both.
     """
 
@@ -102,7 +102,9 @@ class ServeOptions:
             flags += ["--enable-plugin", activation.PLUGIN_NAME] if has_plugin else []
             flags += ["--cp-kv-cache-interleave-size", str(self.interleave)] if self.interleave != 1 else []
             flags += ["--dcp-comm-backend", self.comm_backend] if self.comm_backend != "ag_rs" else []
-        flags.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
+        # The reference is the plainest engine: some releases cannot cache prefixes of hybrids on CPUs without the plugin.
+        is_cached = dcp_size > 1 and self.prefix_caching
+        flags.append("--enable-prefix-caching" if is_cached else "--no-enable-prefix-caching")
         flags += ["--max-model-len", str(max_model_len)] if self.value_of("--max-model-len") is None else []
         flags += ["--max-num-batched-tokens", str(chunk)] if self.value_of("--max-num-batched-tokens") is None else []
         return [*flags, *self.extra]
