@@ -102,7 +102,7 @@ class ServeOptions:
             flags += ["--enable-plugin", activation.PLUGIN_NAME] if has_plugin else []
             flags += ["--cp-kv-cache-interleave-size", str(self.interleave)] if self.interleave != 1 else []
             flags += ["--dcp-comm-backend", self.comm_backend] if self.comm_backend != "ag_rs" else []
-        # The reference is the plainest engine: some releases cannot cache prefixes of hybrids on CPUs without the plugin.
+        # The reference is the plainest engine: stock 0.20 - 0.24 cannot cache prefixes of hybrids on CPUs.
         is_cached = dcp_size > 1 and self.prefix_caching
         flags.append("--enable-prefix-caching" if is_cached else "--no-enable-prefix-caching")
         flags += ["--max-model-len", str(max_model_len)] if self.value_of("--max-model-len") is None else []
