@@ -20,6 +20,7 @@ from vllm_dcp_hybrid.cli.machine import SHARED_MEMORY
 HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _SECONDS_TO_STOP = 15.0
+_SECONDS_TO_DIE = 10.0
 _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 15
 # "(Worker_TP0 pid=1) INFO 11-29 15:18:01 [file.py:12] text", of which only the text fits a terminal.
@@ -141,6 +142,11 @@ class Server:
             time.sleep(_POLL_SECONDS)
         else:
             _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+            # Children die by themselves after a kill, on a busy machine a moment later.
+            deadline = time.monotonic() + _SECONDS_TO_DIE
+            while _is_alive(process.pid) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
         process.wait()
         # vLLM's CPU communicator leaves 4 MiB for each rank behind.
         for file in self._shared_memory:
