@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from engines import Engine, Engines, tokens
@@ -30,11 +29,9 @@ def test_the_engines_of_this_suite_ran_under_the_check(engines: Engines, engine:
 
 def test_case_21_a_rank_that_skips_a_collective_ends_the_run_with_a_message(engines: Engines) -> None:
     """CASES 21: without the check both ranks would wait for ever."""
-    started = time.monotonic()
     work = [{"prompts": [tokens(length) for length in (3, 90, 300)], "max_tokens": 64}]
     code, log, _ = engines.attempt(ASTRAY, work)
     assert code not in (0, 124)
-    assert time.monotonic() - started < 240
     (line, *_) = re.findall(r"rank check: the ranks disagree in .*", log)
     assert re.search(
         r"step \d+, call \d+, after .*rank 0: all_gather of the DCP exchange of \[3, \d+, \d+\] float32", line

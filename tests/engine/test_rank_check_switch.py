@@ -91,6 +91,7 @@ def test_a_workers_steps_are_bound_only_where_the_check_is_on(startup: Any, is_o
 
 
 @pytest.mark.contract
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where this is the first import of vLLM
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_backend_is_the_one_with_a_record_only_where_the_check_is_on(startup: Any, is_on: bool) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -117,6 +117,7 @@ def test_the_start_up_is_compared_before_the_first_step(checker: Listening) -> N
 
 
 @pytest.mark.contract
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where this is the first import of vLLM
 @pytest.mark.parametrize("n", [2, 4])
 def test_plans_of_all_ranks_are_written_down_alike(n: int) -> None:
     """A rank's own share of the keys is no difference."""
