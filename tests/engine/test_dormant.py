@@ -180,14 +180,19 @@ def test_case_29_no_wrapper_is_left_out() -> None:
     assert CALLS.keys() <= {patch.name for patch in ALL_PATCHES if patch.how == "wrap"}
 
 
-def test_case_29_an_idle_worker_registers_no_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_29_an_idle_worker_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """CASES 29: vLLM's registry is touched where the plugin is active, and there only."""
     from vllm_dcp_hybrid.worker import startup
+
+    class Worker:
+        def init_device(self) -> None: ...
 
     calls: list[str] = []
     monkeypatch.setattr(startup, "register_attention_backends", lambda _: calls.append("registered"))
     for idle in IDLE.values():
-        startup.worker_base_init(lambda *args: None, object(), (make_config(*idle),), {})
+        worker = Worker()
+        startup.worker_base_init(lambda *args: None, worker, (make_config(*idle),), {})
+        assert vars(worker) == {}
     assert calls == []
-    startup.worker_base_init(lambda *args: None, object(), (make_config(2, True, {}),), {})
+    startup.worker_base_init(lambda *args: None, Worker(), (make_config(2, True, {}),), {})
     assert calls == ["registered"]
