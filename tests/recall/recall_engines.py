@@ -18,8 +18,8 @@ INTERLEAVES = (1, 16, "B")
 BLOCK_SIZES = {"lfm2": 128, "qwen3-next": 288}
 """Tokens of an attention block, the same at every TP: recurrent states of a rank fit into its bytes."""
 
-CHUNK_BLOCKS = {1: 2.5, 2: 2.5, 4: 4.5}
-"""By DCP size, tokens of a step in blocks: a prefill ends its chunks where hits can end, at every DCP-th block."""
+CHUNK_BLOCKS = 4.5
+"""Tokens of a step, in blocks: more than 4, since under DCP 4 a prefill ends its chunks at every 4th block."""
 
 
 def recall_engine(kind: str, tp: int, dcp: int = 1, interleave: int | str = 1) -> Engine:
@@ -32,7 +32,7 @@ def recall_engine(kind: str, tp: int, dcp: int = 1, interleave: int | str = 1) -
         interleave=block_size if interleave == "B" else int(interleave),
         prefix_caching=True,
         block_size=block_size,
-        max_num_batched_tokens=int(CHUNK_BLOCKS[dcp] * block_size),
+        max_num_batched_tokens=int(CHUNK_BLOCKS * block_size),
     )
 
 
@@ -44,7 +44,7 @@ class RecallEngines(Engines):
 
 
 def recall_phases(prompts: Sequence[task.Prompt]) -> list[dict[str, Any]]:
-    """Every prompt cold or with its text's prefix cached, then the last ones again, the newest first."""
+    """All prompts, of which the first about a text is cold; then the last ones again, the newest first."""
     phase = {"max_tokens": len(prompts[0].answer), "has_margins": True}
     texts = [prompt.tokens for prompt in prompts]
     return [{**phase, "prompts": texts}, {**phase, "prompts": texts[: -len(texts) // 8 - 1 : -1]}]

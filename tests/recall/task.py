@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import zip_longest
 
 MARKERS = ("<pad>", "END", "KEY", "VALUE", "QUERY", "ANSWER", "SET", "GET")
 PAD, END, KEY, VALUE, QUERY, ANSWER, SET, GET = range(len(MARKERS))
@@ -108,14 +109,18 @@ def spread_lengths(source: random.Random, count: int, min_length: int, max_lengt
 def make_prompts(
     count: int, *, seed: int, min_length: int = 64, max_length: int = MAX_LENGTH - 16, num_questions: int = 1
 ) -> list[Prompt]:
-    """Prompts about texts of 1 to 32 facts, up to ``num_questions`` for each text, one after the other."""
+    """Prompts about texts of 1 to 32 facts: a question about each text, then another about each, and so on.
+
+    Texts with fewer facts are asked about fewer times.
+    """
     source = random.Random(seed)
-    prompts: list[Prompt] = []
+    texts = []
     for length in spread_lengths(source, -(-count // num_questions), min_length, max_length):
         most = min(32, (length - 8) // (2 * FACT_LENGTH))
         num_facts = source.randint(min(num_questions, most), most)
-        prompts += make_document(source, length, num_facts, num_questions)
-    return prompts[:count]
+        texts.append(make_document(source, length, num_facts, num_questions))
+    rounds = zip_longest(*texts)
+    return [prompt for prompts in rounds for prompt in prompts if prompt is not None][:count]
 
 
 def make_register_prompts(
