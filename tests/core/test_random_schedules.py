@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random lives of requests over vLLM's real scheduler, for every mix of KV cache groups and DCP size.
 
-The same examples in every run; ``DCP_HYBRID_MACHINE=N`` runs N times as many, other ones each time.
+The same examples in every run; ``DCP_HYBRID_MACHINE=N`` runs N times as many, for N above 1 other ones each time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from scheduling_machine import MIXES, SchedulingMachine
 
 pytestmark = pytest.mark.contract
 
-TIMES = int(os.environ.get("DCP_HYBRID_MACHINE", "1"))
+TIMES = float(os.environ.get("DCP_HYBRID_MACHINE", "1"))
 EXAMPLES = settings(
-    max_examples=45 * TIMES,
+    max_examples=max(1, round(45 * TIMES)),
     stateful_step_count=30,
-    derandomize=TIMES == 1,
+    derandomize=TIMES <= 1,
     database=None,
     deadline=None,
     report_multiple_bugs=False,
@@ -44,6 +44,8 @@ def test_cases_10_11_14_20_blocks_and_hits_are_right_whatever_requests_do(scenes
     """CASES 10, 11, 14, 20: the invariants of the machine; and that it got where faults could be."""
     seen = run(scenes, mix, dcp)
     print(dict(seen))
+    if TIMES < 1:
+        return  # too few examples to get everywhere
     expected = {"evictions", "resets", "aborts", "reads"}
     if MIXES[mix].mode != "none":
         expected |= {"hits", "shared blocks"}
