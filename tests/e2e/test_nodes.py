@@ -15,6 +15,7 @@ from test_parity import FLOAT32_NOISE
 from test_switches import serve
 
 from vllm_dcp_hybrid import tiny_models
+from vllm_dcp_hybrid.cli.client import metric_total
 from vllm_dcp_hybrid.cli.server import HOST, Server, ServerFailed, free_port
 
 pytestmark = pytest.mark.e2e
@@ -85,11 +86,14 @@ def test_two_nodes_answer_over_http_as_one_does_without_dcp(engines: Engines, tm
     with Node(1, model, master_port, tmp_path), Node(0, model, master_port, tmp_path) as head:
         head.wait_until_ready(READY_LIMIT_S, lambda seconds, line: None)
         prompts = [tokens(length) for length in LENGTHS]
-        answers = ask(head, model, prompts)
-        warm = ask(head, model, prompts)
+        scored = ask(head, model, prompts, echo=True)
+        # vLLM scores no prompt from its prefix cache: these start from what the first have left there.
+        warm = ask(head, model, prompts, echo=False)
+        assert metric_total(head.client.metrics(), "vllm:prefix_cache_hits") > 0
     expected = engines.run(without_dcp(ENGINE)).scored
-    assert difference(answers, expected).largest < FLOAT32_NOISE
-    assert difference(warm, expected).largest < FLOAT32_NOISE
+    gap, warm_gap = difference(scored, expected), difference(warm, [{**it, "prompt_logprobs": []} for it in expected])
+    print(f"\nTwo nodes: {gap}; warm: {warm_gap}")
+    assert max(gap.largest, warm_gap.largest) < FLOAT32_NOISE
     assert re.search(r"fingerprint \w+\): the same on all 2 ranks of 2 nodes", head.text)
 
 
@@ -121,18 +125,19 @@ def test_nodes_with_other_flags_end_each_other_before_the_weights_load(engines: 
         assert "Starting to load model" not in node.text
 
 
-def ask(node: Node, model: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Scored prompts and generations, as the driver of other engines writes them."""
+def ask(node: Node, model: Path, prompts: list[list[int]], *, echo: bool) -> list[dict[str, Any]]:
+    """Generations, and scored prompts with `echo`, as the driver of other engines writes them."""
     body = {"model": str(model), "prompt": prompts, "temperature": 0, "ignore_eos": True, "max_tokens": 8}
-    body |= {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    body |= {"echo": echo, "logprobs": 1, "return_tokens_as_token_ids": True}
     answers = []
-    for prompt, choice in zip(prompts, node.client.post("/v1/completions", body)["choices"], strict=True):
+    for prompt, choice in zip(prompts, node.client.post("/v1/completions", body, timeout=300)["choices"], strict=True):
         values, words = choice["logprobs"]["token_logprobs"], choice["logprobs"]["tokens"]
+        start = len(prompt) if echo else 0
         answers.append(
             {
-                "prompt_logprobs": values[1 : len(prompt)],
-                "tokens": [int(word.removeprefix("token_id:")) for word in words[len(prompt) :]],
-                "logprobs": values[len(prompt) :],
+                "prompt_logprobs": values[1:start],
+                "tokens": [int(word.removeprefix("token_id:")) for word in words[start:]],
+                "logprobs": values[start:],
             }
         )
     return answers
