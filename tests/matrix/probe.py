@@ -24,7 +24,8 @@ PASSED, FAILED = "passed", "failed"
 _LAST_CHARACTERS = 1500
 # (EngineCore pid=12) ERROR 11-29 18:30:33 [core.py:1136]
 _BEGINNING = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
-_BLOCK = re.compile(r"engine core: .*attention sharded: block (\d+), ")
+# Of the engine core and of each worker; the core says nothing where all layers are attention.
+_BLOCK = re.compile(r"attention sharded: block (\d+), ")
 _EXCEPTION = re.compile(r"\b[A-Za-z]+(?:Error|Exception): ")
 
 
@@ -48,7 +49,7 @@ def judge(case: Case, release: str, ours: Run, theirs: Run) -> dict[str, Any]:
         f"mean difference {gap.mean:.2g} above {case.mean:g}" if gap.mean > case.mean else "",
         f"largest difference {gap.largest:.2g} above {case.largest:g}" if gap.largest > case.largest else "",
         f"warm answers differ from cold ones by {warm.largest:.2g}" if warm.largest > case.largest else "",
-        "the engine core did not say its block size" if not block else "",
+        "the engine did not say its block size" if not block else "",
         f"prefix hits {hits}, at least {required} expected" if block and fewer(hits, required) else "",
         f"fingerprints {fingerprints}, one expected" if len(fingerprints) != 1 else "",
         "the engine without DCP mentions the plugin" if "fingerprint" in theirs.log else "",
