@@ -124,7 +124,9 @@ def _case(case: Case) -> Callable[[ReleaseResult], str]:
             return _no_engine(result)
         if not check.has_passed:
             return _FAILED
-        return f"differs by {check.numbers['mean']:.1g} / {check.numbers['largest']:.1g}"
+        nan = check.numbers.get("stock_nan")
+        left_out = f" (without {nan} requests that stock answers with NaN)" if nan else ""
+        return f"differs by {check.numbers['mean']:.1g} / {check.numbers['largest']:.1g}{left_out}"
 
     return cell
 
