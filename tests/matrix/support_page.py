@@ -177,7 +177,7 @@ def _runs(rows: Sequence[ReleaseResult]) -> str:
         [
             row.release,
             row.origin.date,
-            f"`{row.origin.commit}`",
+            ", ".join([f"`{row.origin.commit}`", *(f"{name} `{kept.commit}`" for name, kept in row.kept.items())]),
             row.build,
             ", ".join(f"{name} {version}" for name, version in row.versions.items()),
             f"{row.seconds:,.0f} s",
