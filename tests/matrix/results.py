@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class ReleaseResult:
         planned: names of the checks that had to pass.
         versions: of the interpreter and of packages.
         checks: what came of them.
+        kept: of checks that an earlier run made and this one did not, where they come from.
     """
 
     release: str
@@ -62,6 +63,7 @@ class ReleaseResult:
     planned: tuple[str, ...]
     versions: dict[str, str] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
+    kept: dict[str, Origin] = field(default_factory=dict)
 
     def check(self, name: str) -> Check | None:
         """The outcome of a check, None where there is none."""
@@ -118,14 +120,32 @@ def _result(entry: dict[str, Any]) -> ReleaseResult:
         planned=tuple(entry["planned"]),
         versions=entry["versions"],
         checks=tuple(Check(**check) for check in entry["checks"]),
+        kept={name: Origin(**origin) for name, origin in entry.get("kept", {}).items()},
     )
 
 
 def merge(old: Iterable[ReleaseResult], new: Iterable[ReleaseResult], releases: Iterable[str]) -> list[ReleaseResult]:
     """Newer results in place of older ones; releases that are not known any more are dropped."""
     known = {*releases}
-    merged = {result.release: result for result in [*old, *new]}
+    merged = {result.release: result for result in old}
+    for result in new:
+        before = merged.get(result.release)
+        merged[result.release] = result if before is None else _with_what_it_left_out(result, before)
     return [result for release, result in merged.items() if release in known]
+
+
+def _with_what_it_left_out(new: ReleaseResult, old: ReleaseResult) -> ReleaseResult:
+    """A run of some checks, and the others of an earlier run on the same build and versions, if they are that."""
+    if (new.build, new.versions) != (old.build, old.versions):
+        return new
+    made = {*new.planned, *(check.name for check in new.checks)}
+    left_out = [check for check in old.checks if check.name not in made]
+    return replace(
+        new,
+        planned=(*new.planned, *(name for name in old.planned if name not in made)),
+        checks=(*new.checks, *left_out),
+        kept={check.name: old.kept.get(check.name, old.origin) for check in left_out},
+    )
 
 
 def read(path: Path) -> list[ReleaseResult]:

@@ -124,7 +124,9 @@ def _case(case: Case) -> Callable[[ReleaseResult], str]:
             return _no_engine(result)
         if not check.has_passed:
             return _FAILED
-        return f"differs by {check.numbers['mean']:.1g} / {check.numbers['largest']:.1g}"
+        nan = check.numbers.get("stock_nan")
+        left_out = f" (without {nan} requests that stock answers with NaN)" if nan else ""
+        return f"differs by {check.numbers['mean']:.1g} / {check.numbers['largest']:.1g}{left_out}"
 
     return cell
 
@@ -175,7 +177,7 @@ def _runs(rows: Sequence[ReleaseResult]) -> str:
         [
             row.release,
             row.origin.date,
-            f"`{row.origin.commit}`",
+            ", ".join([f"`{row.origin.commit}`", *(f"{name} `{kept.commit}`" for name, kept in row.kept.items())]),
             row.build,
             ", ".join(f"{name} {version}" for name, version in row.versions.items()),
             f"{row.seconds:,.0f} s",

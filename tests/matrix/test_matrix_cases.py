@@ -93,6 +93,27 @@ def test_more_hits_than_required_are_welcome() -> None:
     assert judge(LFM2, "0.25.1", answers([hit + 272 for hit in HITS]), ORACLE)["verdict"] == probe.PASSED
 
 
+NAN = replace(
+    ORACLE,
+    phases=[[{**ORACLE.phases[0][0], "logprobs": [float("nan")] * 2}, *ORACLE.phases[0][1:]], *ORACLE.phases[1:]],
+)
+
+
+def test_what_stock_answers_with_nan_is_left_out_where_stock_is_known_for_it() -> None:
+    gdn = case_named("qwen3-next")
+    found = judge(gdn, "0.24.0", answers(HITS), NAN)
+    assert found["verdict"] == probe.PASSED, found["detail"]
+    assert found["numbers"]["stock_nan"] == 1
+    with pytest.raises(AssertionError, match="NaN"):
+        judge(gdn, "0.25.1", answers(HITS), NAN)
+
+
+def test_nan_at_dcp_2_is_a_fault() -> None:
+    found = judge(case_named("qwen3-next"), "0.24.0", NAN, ORACLE)
+    assert found["verdict"] == probe.FAILED
+    assert "1 requests answered with NaN at DCP 2" in found["detail"]
+
+
 class Attempted:
     """Engines of which the next attempt ends like this."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from checks import CONTRACT, DOCTOR, ENVIRONMENT, FAILED, PASSED, Check
@@ -72,6 +73,22 @@ def test_newer_results_replace_older_ones_and_forgotten_releases_go() -> None:
     old = [result("0.24.0"), result("0.25.1", GREEN[:1]), result("0.1.0")]
     merged = merge(old, [result("0.25.1")], ["0.24.0", "0.25.1"])
     assert merged == [result("0.24.0"), result("0.25.1")]
+
+
+def test_a_run_of_some_checks_keeps_the_others_and_says_where_they_come_from() -> None:
+    later = Origin("2026-11-30", "python tests/matrix run --cases lfm2", "def5678")
+    partial = replace(result(checks=(GREEN[3],)), origin=later, planned=("lfm2",))
+    (merged,) = merge([result()], [partial], ["0.25.1"])
+    assert {check.name for check in merged.checks} == {check.name for check in GREEN}
+    assert merged.origin == later
+    assert merged.kept == dict.fromkeys((ENVIRONMENT, CONTRACT, DOCTOR), ORIGIN)
+    assert from_json(to_json([merged])) == [merged]
+    assert not problems([merged], ["0.25.1"])
+
+
+def test_checks_of_another_build_are_not_kept() -> None:
+    partial = replace(result(checks=(GREEN[3],)), planned=("lfm2",), versions={"python": "3.12"})
+    assert merge([result()], [partial], ["0.25.1"]) == [partial]
 
 
 def printed(*results: ReleaseResult) -> str:
