@@ -173,7 +173,7 @@ def cuda() -> Iterator[Any]:
         )
         startup = importlib.import_module("vllm_dcp_hybrid.worker.startup")
         registered: dict[str, str] = {}
-        patch.setattr(startup, "begin", lambda config, backends: registered.update(backends))
+        patch.setattr(startup, "begin", lambda worker, config, backends: registered.update(backends))
         replacement = getattr(startup, _REPLACEMENTS["worker-backends"].partition(":")[2])
         replacement(lambda config: None, None, (object(),), {})
         path, _, name = registered["FLASH_ATTN"].rpartition(".")
