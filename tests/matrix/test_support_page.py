@@ -77,3 +77,9 @@ def test_the_committed_page_is_what_the_committed_results_give() -> None:
 
 def test_every_page_of_gpu_results_exists() -> None:
     assert all((ROOT / "docs" / "results" / each.page).is_file() for each in read_gpu_results())
+
+
+def test_every_release_file_has_results_in_which_nothing_failed_or_is_missing() -> None:
+    results = {result.release: result for result in read(MATRIX)}
+    assert sorted(results) == sorted(known_releases())
+    assert [text for result in results.values() for text in result.problems()] == []
