@@ -78,7 +78,8 @@ def test_only_workers_with_dcp_are_active(monkeypatch: pytest.MonkeyPatch) -> No
             model_config=SimpleNamespace(is_hybrid=is_hybrid),
             device_config=SimpleNamespace(device_type=device),
         )
-        startup.worker_base_init_on_cpu(lambda *args: None, object(), (config,), {})
+        worker = SimpleNamespace(init_device=lambda: None)
+        startup.worker_base_init_on_cpu(lambda *args: None, worker, (config,), {})
         assert startup.is_active() is expected
         assert startup.is_registered("CPU_ATTN") is (device == "cpu")
         assert not startup.is_registered("FLASH_ATTN")
