@@ -19,7 +19,6 @@ MARGIN = 2.0
 DCP_ENGINES = [
     pytest.param(recall_engine("lfm2", tp=2, dcp=2, interleave=16), id="lfm2-T2N2-I16"),
     pytest.param(recall_engine("lfm2", tp=4, dcp=4, interleave=1), id="lfm2-T4N4-I1"),
-    pytest.param(recall_engine("lfm2", tp=2, dcp=2, interleave="B"), id="lfm2-T2N2-IB"),
 ]
 
 
