@@ -25,7 +25,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 COPIED = ("vllm_dcp_hybrid", "patches", "tests", "docs", "pyproject.toml", "README.md")
 LIMIT_S = 1500
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ FAULTS = (
         ("tests/worker", "tests/test_any_geometry.py"),
     ),
     Fault(
-        "state kept one block ahead",
+        "state ahead of its block",
         "10",
         "vllm_dcp_hybrid/core/prefill_split.py",
-        "last_kept = (request.num_tokens - 1) // block * block",
-        "last_kept = request.num_tokens // block * block + block",
+        "return boundary - start if start < boundary else chunk",
+        "return chunk",
         ("tests/core",),
     ),
     Fault(
