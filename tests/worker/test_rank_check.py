@@ -28,7 +28,7 @@ import vllm_dcp_hybrid  # noqa: E402
 from vllm_dcp_hybrid.errors import RanksDisagree  # noqa: E402
 from vllm_dcp_hybrid.worker.rank_check import EXIT_STATUS, RankChecker  # noqa: E402
 
-LIMIT_S = 1.0
+LIMIT_S = 3.0
 NUM_RANKS = 3
 
 
