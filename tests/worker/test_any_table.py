@@ -15,20 +15,11 @@ torch = pytest.importorskip("torch")
 
 from dealt_tokens import Case, expected_slots, make_case, opened_blocks  # noqa: E402
 
-from vllm_dcp_hybrid.worker import startup  # noqa: E402
 from vllm_dcp_hybrid.worker.slot_mapping import PAD_SLOT_ID  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
 NUM_CASES = 120
-
-
-@pytest.fixture
-def cpu_engine(scenes: Any) -> Iterator[None]:
-    """A worker in which the plugin's CPU backend serves: from 0.26 on it brings the slot mapping."""
-    startup.register_attention_backends(startup._CPU)
-    yield
-    startup.withdraw_attention_backends()
 
 
 def whole_block_rows(case: Case) -> list[list[int]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,6 @@ pytestmark = [
 ]
 
 B = 128
-
-
-@pytest.fixture
-def cpu_engine(scenes: Any) -> Iterator[None]:
-    """A worker in which the plugin's CPU backend serves."""
-    startup.register_attention_backends(startup._CPU)
-    yield
-    startup.withdraw_attention_backends()
 
 
 def groups_of(scenes: Any, mode: str = "align") -> list[Any]:

@@ -30,6 +30,18 @@ class CommBackend(str, Enum):
     a2a = "a2a"
 
 
+# Options that commands share.
+DCPSize = Annotated[
+    int, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="Ranks that share out the tokens.")
+]
+Interleave = Annotated[
+    int, typer.Option("--interleave", min=1, help="Consecutive tokens of one rank (--cp-kv-cache-interleave-size).")
+]
+CommBackendOption = Annotated[
+    CommBackend, typer.Option("--comm-backend", help="How ranks exchange results (--dcp-comm-backend).")
+]
+
+
 class Distribution(str, Enum):
     """The distributions on the package index that provide vLLM."""
 
@@ -158,15 +170,9 @@ def demo(
         typer.Option("--model-kind", help=f"One of {', '.join(HYBRID_KINDS)}. May be given several times."),
     ] = ["qwen3-next"],  # noqa: B006 - typer copies it
     tp: Annotated[int, typer.Option("-tp", "--tensor-parallel-size", min=1, help="Ranks.")] = 2,
-    dcp: Annotated[
-        int, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="Ranks that share out the tokens.")
-    ] = 2,
-    interleave: Annotated[
-        int, typer.Option("--interleave", min=1, help="Consecutive tokens of one rank (--cp-kv-cache-interleave-size).")
-    ] = 1,
-    comm_backend: Annotated[
-        CommBackend, typer.Option("--comm-backend", help="How ranks exchange results (--dcp-comm-backend).")
-    ] = CommBackend.ag_rs,
+    dcp: DCPSize = 2,
+    interleave: Interleave = 1,
+    comm_backend: CommBackendOption = CommBackend.ag_rs,
     prefix_caching: Annotated[
         bool,
         typer.Option("--prefix-caching/--no-prefix-caching", help="Send all prompts twice, to reuse their KV."),
@@ -214,15 +220,9 @@ def verify(
         ),
     ] = None,
     tp: Annotated[int, typer.Option("-tp", "--tensor-parallel-size", min=1, help="Ranks of both engines.")] = 2,
-    dcp: Annotated[
-        int, typer.Option("-dcp", "--decode-context-parallel-size", min=1, help="Ranks that share out the tokens.")
-    ] = 2,
-    interleave: Annotated[
-        int, typer.Option("--interleave", min=1, help="Consecutive tokens of one rank (--cp-kv-cache-interleave-size).")
-    ] = 1,
-    comm_backend: Annotated[
-        CommBackend, typer.Option("--comm-backend", help="How ranks exchange results (--dcp-comm-backend).")
-    ] = CommBackend.ag_rs,
+    dcp: DCPSize = 2,
+    interleave: Interleave = 1,
+    comm_backend: CommBackendOption = CommBackend.ag_rs,
     prefix_caching: Annotated[
         bool,
         typer.Option("--prefix-caching/--no-prefix-caching", help="Also ask with prompts in the prefix cache."),

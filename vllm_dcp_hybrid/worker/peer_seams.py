@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_dcp_hybrid import activation, plugin
+from vllm_dcp_hybrid.worker.device_seam import after_init_device
 from vllm_dcp_hybrid.worker.peers import Peer, meet
 
 logger = logging.getLogger("vllm.dcp_hybrid")
@@ -20,16 +20,8 @@ LIMIT_S = 60.0
 
 
 def install(worker: Any, vllm_config: Any) -> None:
-    """Give a worker that is being made its own ``init_device``, after which the distributed store exists."""
-    init_device = worker.init_device
-
-    @functools.wraps(init_device)
-    def init_device_and_meet(*args: Any, **kwargs: Any) -> Any:
-        result = init_device(*args, **kwargs)
-        meet_peers(vllm_config)
-        return result
-
-    worker.init_device = init_device_and_meet
+    """Let a worker that is being made meet its peers once the distributed store exists."""
+    after_init_device(worker, lambda: meet_peers(vllm_config))
 
 
 def meet_peers(vllm_config: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from vllm_dcp_hybrid.attention import transport
 from vllm_dcp_hybrid.attention.recorded_transport import RecordedTransport
+from vllm_dcp_hybrid.worker.device_seam import after_init_device
 from vllm_dcp_hybrid.worker.rank_check import RankChecker
 from vllm_dcp_hybrid.worker.rank_records import describe_collective
 
@@ -43,18 +44,10 @@ def install(worker: Any, limit_s: float) -> None:
     """Bind the check to a vLLM worker that is being made.
 
     Args:
-        worker: gets its own ``init_device``, after which the groups exist, and its own steps.
+        worker: gets its own ``init_device`` and steps.
         limit_s: see :class:`RankChecker`.
     """
-    init_device = worker.init_device
-
-    @functools.wraps(init_device)
-    def init_device_and_begin(*args: Any, **kwargs: Any) -> Any:
-        result = init_device(*args, **kwargs)
-        begin(limit_s)
-        return result
-
-    worker.init_device = init_device_and_begin
+    after_init_device(worker, lambda: begin(limit_s))
     for name in _STEPS:
         if hasattr(worker, name):
             setattr(worker, name, _whole_step(getattr(worker, name)))
